@@ -1,0 +1,282 @@
+use std::fmt;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+/// No timer sleeps longer than this: a timer does not count the time a machine was suspended, so
+/// that a deadline could pass unseen behind a long one.
+pub(crate) const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+
+/// A point in time on clocks that nobody sets.
+///
+/// Take one *before* a request is sent and count the lease from there: the store cannot have granted
+/// it earlier. What has [elapsed](Self::elapsed) is the larger of two readings: tokio's clock (which
+/// tests may pause) and the clock that goes on while the machine is suspended. So a lease ends during
+/// a laptop's sleep, and tests with `start_paused` work.
+#[derive(Debug, Clone, Copy)]
+pub struct Moment {
+    timer: Instant,
+    boot: Duration,
+}
+
+impl Moment {
+    /// Now.
+    #[must_use]
+    pub fn now() -> Self {
+        Self {
+            timer: Instant::now(),
+            boot: since_boot(),
+        }
+    }
+
+    /// How much time has passed since, suspended time included.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.timer
+            .elapsed()
+            .max(since_boot().saturating_sub(self.boot))
+    }
+}
+
+/// The clock that counts suspended time.
+#[cfg(unix)]
+fn since_boot() -> Duration {
+    use rustix::time::{ClockId, clock_gettime};
+    // Apple's CLOCK_MONOTONIC goes on during sleep; elsewhere it stops, and CLOCK_BOOTTIME does not.
+    #[cfg(any(target_os = "linux", target_os = "android", target_os = "fuchsia"))]
+    const CLOCK: ClockId = ClockId::Boottime;
+    #[cfg(not(any(target_os = "linux", target_os = "android", target_os = "fuchsia")))]
+    const CLOCK: ClockId = ClockId::Monotonic;
+    Duration::try_from(clock_gettime(CLOCK)).unwrap_or_default()
+}
+
+/// Where there is no such clock tokio's alone decides.
+#[cfg(not(unix))]
+fn since_boot() -> Duration {
+    Duration::ZERO
+}
+
+/// How long a grant may be believed.
+///
+/// A backend makes one for each hold (or one for a session and a [child](Self::child) for each hold
+/// on it), extends it with every answered renewal, and ends it when the store says that it is over.
+/// [`Guard::lost`](crate::Guard::lost), `is_held` and `remaining` read it directly, so that they are
+/// right even when nothing else runs.
+///
+/// It ends earlier than the store lets go, by a margin for clocks that run at different speeds:
+/// 1 % of the ttl and 2 ms, as in the [Redlock description]. The margin lives here and in no backend.
+/// Whatever has ended stays ended (see C11).
+///
+/// Clones are the same validity.
+///
+/// [Redlock description]: https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/
+#[derive(Clone)]
+pub struct Validity {
+    own: Arc<Own>,
+}
+
+struct Own {
+    state: Mutex<State>,
+    changed: Notify,
+    parent: Option<Validity>,
+}
+
+#[derive(Clone, Copy)]
+struct State {
+    /// Valid for so long after the moment; `None`: no term of its own.
+    term: Option<(Moment, Duration)>,
+    /// Valid for so long after the moment whatever the store grants.
+    limit: Option<(Moment, Duration)>,
+    ended: bool,
+}
+
+impl Validity {
+    /// Valid from `sent`, taken before the request left, for `ttl` less the margin.
+    #[must_use]
+    pub fn new(sent: Moment, ttl: Duration) -> Self {
+        Self::build(Some((sent, less_margin(ttl))), None)
+    }
+
+    /// Valid until [`end`](Self::end) is called: for a store that lets go only when this process
+    /// ends ([`Expiry::Process`](crate::Expiry::Process)).
+    #[must_use]
+    pub fn until_ended() -> Self {
+        Self::build(None, None)
+    }
+
+    /// A validity that ends with this one, or earlier by itself: for a hold on a shared session.
+    #[must_use]
+    pub fn child(&self) -> Self {
+        Self::build(None, Some(self.clone()))
+    }
+
+    /// A renewal that left at `sent` was granted for `ttl`. It never shortens, and never revives
+    /// what has ended; returns whether the validity is still good.
+    pub fn extend(&self, sent: Moment, ttl: Duration) -> bool {
+        let mut state = self.state();
+        if self.refresh(&mut state) {
+            return false;
+        }
+        let ttl = less_margin(ttl);
+        let longer = state
+            .term
+            .is_none_or(|term| left(&(sent, ttl)) > left(&term));
+        if longer {
+            state.term = Some((sent, ttl));
+            // A waiter sleeps towards the old deadline and looks again there: no need to wake it.
+        }
+        true
+    }
+
+    /// The store says that it is over, or we know it otherwise.
+    pub fn end(&self) {
+        self.state().ended = true;
+        self.own.changed.notify_waiters();
+    }
+
+    /// Ends at the latest `limit` after `from`, whatever is granted later: a fixed lease, a maximum
+    /// hold.
+    pub(crate) fn limit(&self, from: Moment, limit: Duration) {
+        self.state().limit = Some((from, limit));
+        self.own.changed.notify_waiters();
+    }
+
+    /// Whether it has ended.
+    #[must_use]
+    pub fn is_ended(&self) -> bool {
+        self.remaining().is_zero()
+    }
+
+    /// How long the grant may still be believed; zero once it has ended, `Duration::MAX` while
+    /// nothing but the end of the process ends it.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        let own = {
+            let mut state = self.state();
+            if self.refresh(&mut state) {
+                return Duration::ZERO;
+            }
+            state.remaining()
+        };
+        match &self.own.parent {
+            Some(parent) => own.min(parent.remaining()),
+            None => own,
+        }
+    }
+
+    /// Resolves when it has ended.
+    ///
+    /// # Cancel safety
+    /// May be dropped and called again at any time.
+    pub async fn ended(&self) {
+        let mut own = pin!(self.own.changed.notified());
+        let parent = self.own.parent.as_ref();
+        // Whoever ends a session wakes those who wait for its children.
+        let mut above = pin!(async {
+            match parent {
+                Some(parent) => Box::pin(parent.ended()).await,
+                None => std::future::pending().await,
+            }
+        });
+        loop {
+            // Listen first, look then: an end in between is not missed.
+            own.as_mut().enable();
+            let remaining = self.remaining();
+            if remaining.is_zero() {
+                return;
+            }
+            let mut sleep = pin!(tokio::time::sleep(remaining.min(LONGEST_SLEEP)));
+            let above_ended = poll_fn(|cx| {
+                if above.as_mut().poll(cx).is_ready() {
+                    return Poll::Ready(true);
+                }
+                let woken = own.as_mut().poll(cx).is_ready() | sleep.as_mut().poll(cx).is_ready();
+                if woken {
+                    Poll::Ready(false)
+                } else {
+                    Poll::Pending
+                }
+            })
+            .await;
+            if above_ended {
+                return;
+            }
+            own.set(self.own.changed.notified());
+        }
+    }
+
+    /// Whether it has a term of its own, so that somebody has to renew it.
+    pub(crate) fn has_term(&self) -> bool {
+        self.state().term.is_some()
+    }
+
+    /// Whether the limit, and nothing else, is what ended it.
+    pub(crate) fn ended_by_limit(&self) -> bool {
+        let state = *self.state();
+        let term_over = state.term.is_some_and(|term| left(&term).is_zero());
+        let limit_over = state.limit.is_some_and(|limit| left(&limit).is_zero());
+        limit_over && !term_over
+    }
+
+    fn build(term: Option<(Moment, Duration)>, parent: Option<Self>) -> Self {
+        Self {
+            own: Arc::new(Own {
+                state: Mutex::new(State {
+                    term,
+                    limit: None,
+                    ended: false,
+                }),
+                changed: Notify::new(),
+                parent,
+            }),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.own
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes an end that the clock brought final, so that a later `extend` cannot revive it.
+    fn refresh(&self, state: &mut State) -> bool {
+        if !state.ended && state.remaining().is_zero() {
+            state.ended = true;
+            self.own.changed.notify_waiters();
+        }
+        state.ended
+    }
+}
+
+impl State {
+    fn remaining(&self) -> Duration {
+        if self.ended {
+            return Duration::ZERO;
+        }
+        let term = self.term.as_ref().map_or(Duration::MAX, left);
+        let limit = self.limit.as_ref().map_or(Duration::MAX, left);
+        term.min(limit)
+    }
+}
+
+impl fmt::Debug for Validity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Validity")
+            .field("remaining", &self.remaining())
+            .finish()
+    }
+}
+
+fn left((from, length): &(Moment, Duration)) -> Duration {
+    length.saturating_sub(from.elapsed())
+}
+
+fn less_margin(ttl: Duration) -> Duration {
+    ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
+}
