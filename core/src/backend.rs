@@ -31,8 +31,8 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the first attempt does not reach the store; once queued, a
     /// claim reconnects until its wait is over and then answers `None`. [`ErrorKind::Invalid`] for a
-    /// claim that this store can never serve. [`ErrorKind::Lost`] if the claim's place or session was
-    /// taken away while it waited: core claims again.
+    /// claim that this store can never serve. [`ErrorKind::Lost`] at once if the session in which the
+    /// claim waits was taken away.
     ///
     /// # Cancel safety
     /// Dropping the future at any await leaves nothing queued and nothing held (C5). Where the store
@@ -163,14 +163,15 @@ impl Claim {
             wait: Some(Duration::ZERO),
             fixed: false,
             label: None,
-            request_limit: default_request_limit(ttl),
+            request_limit: Self::default_request_limit(ttl),
         })
     }
-}
 
-/// A third of the ttl, so that a renewal that is not answered leaves time for another; at most 5 s.
-pub(crate) fn default_request_limit(ttl: Duration) -> Duration {
-    (ttl / 3).min(Duration::from_secs(5))
+    /// A third of the ttl, so that a renewal that is not answered leaves time for another; at most
+    /// 5 s.
+    pub(crate) fn default_request_limit(ttl: Duration) -> Duration {
+        (ttl / 3).min(Duration::from_secs(5))
+    }
 }
 
 /// Who holds a lock: the host, the process and a unique id, as in `web-1:4711:0b5c…`.

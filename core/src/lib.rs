@@ -1,8 +1,17 @@
 //! The lock API, the backend trait and the memory backend of Leasehold.
+//!
+//! Users start at [`Locks`]; those who bring a store start at [`Backend`]. The promises, rule by
+//! rule (C1, C2, …), stand in `CONTRACT.md`.
 
 mod backend;
 mod error;
+mod guard;
+mod keeper;
+mod kept;
 mod key;
+mod locks;
+mod memory;
+mod owner;
 mod validity;
 
 pub use backend::{
@@ -10,5 +19,9 @@ pub use backend::{
     Tokens, Wakeup,
 };
 pub use error::{Error, ErrorKind, Result};
+pub use guard::{Guard, Guards};
 pub use key::Key;
+pub use locks::Locks;
+pub use memory::Memory;
+pub use owner::Owner;
 pub use validity::{Moment, Validity};

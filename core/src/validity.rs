@@ -210,17 +210,14 @@ impl Validity {
         }
     }
 
-    /// Whether it has a term of its own, so that somebody has to renew it.
-    pub(crate) fn has_term(&self) -> bool {
-        self.state().term.is_some()
+    /// How long its own term still runs; `None`: it has none, so that nobody has to renew it.
+    pub(crate) fn term_left(&self) -> Option<Duration> {
+        self.state().term.as_ref().map(left)
     }
 
-    /// Whether the limit, and nothing else, is what ended it.
-    pub(crate) fn ended_by_limit(&self) -> bool {
-        let state = *self.state();
-        let term_over = state.term.is_some_and(|term| left(&term).is_zero());
-        let limit_over = state.limit.is_some_and(|limit| left(&limit).is_zero());
-        limit_over && !term_over
+    /// How long until the [`limit`](Self::limit); `None`: there is none.
+    pub(crate) fn limit_left(&self) -> Option<Duration> {
+        self.state().limit.as_ref().map(left)
     }
 
     fn build(term: Option<(Moment, Duration)>, parent: Option<Self>) -> Self {
