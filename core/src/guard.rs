@@ -290,8 +290,8 @@ impl Drop for Held {
 
 /// Polls `work` while `held`; `None` once it is not.
 async fn run_while<F: Future>(
-    held: impl Fn() -> bool + Send,
-    lost: impl Future<Output = ()>,
+    held: impl Fn() -> bool + Send + Sync,
+    lost: impl Future<Output = ()> + Send,
     work: F,
 ) -> Option<F::Output> {
     let mut work = pin!(work);

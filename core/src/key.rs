@@ -70,3 +70,18 @@ impl fmt::Debug for Key {
         fmt::Debug::fmt(&self.0, f)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_text_up_to_the_limit_is_a_key() {
+        for text in ["a", " ", "a/b", "日本語", "\0", &"x".repeat(Key::MAX_LEN)] {
+            assert_eq!(Key::new(text).unwrap().as_str(), text);
+        }
+        for text in ["", &"x".repeat(Key::MAX_LEN + 1)] {
+            assert_eq!(Key::new(text).unwrap_err().kind(), ErrorKind::Invalid);
+        }
+    }
+}

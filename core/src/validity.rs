@@ -277,3 +277,92 @@ fn left((from, length): &(Moment, Duration)) -> Duration {
 fn less_margin(ttl: Duration) -> Duration {
     ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::{Instant, advance};
+
+    use super::*;
+
+    const TTL: Duration = Duration::from_secs(30);
+
+    #[tokio::test(start_paused = true)]
+    async fn it_ends_before_the_store_lets_go() {
+        let validity = Validity::new(Moment::now(), TTL);
+        let start = Instant::now();
+        validity.ended().await;
+        assert!(start.elapsed() < TTL && start.elapsed() > TTL * 98 / 100);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_counts_from_the_sending() {
+        let sent = Moment::now();
+        advance(TTL / 2).await;
+        let validity = Validity::new(sent, TTL);
+        assert!(validity.remaining() <= TTL / 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_extension_neither_shortens_nor_revives() {
+        let validity = Validity::new(Moment::now(), TTL);
+        let sent = Moment::now();
+        assert!(validity.extend(sent, TTL / 2));
+        assert!(validity.remaining() > TTL / 2);
+        advance(TTL * 9 / 10).await;
+        let sent = Moment::now();
+        assert!(validity.extend(sent, TTL));
+        advance(TTL).await;
+        assert!(validity.is_ended());
+        assert!(!validity.extend(Moment::now(), TTL));
+        assert!(validity.is_ended());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_end_that_nobody_looked_at_is_final_too() {
+        let validity = Validity::new(Moment::now(), TTL);
+        advance(TTL).await;
+        assert!(!validity.extend(Moment::now(), TTL));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_child_ends_with_its_parent_or_alone() {
+        let session = Validity::new(Moment::now(), TTL);
+        let (one, two) = (session.child(), session.child());
+        assert_eq!(one.term_left(), None);
+        let waiting = tokio::spawn({
+            let one = one.clone();
+            async move { one.ended().await }
+        });
+        tokio::task::yield_now().await;
+        two.end();
+        assert!(two.is_ended() && !session.is_ended() && !one.is_ended());
+        session.end();
+        assert!(one.is_ended());
+        let start = Instant::now();
+        waiting.await.unwrap();
+        assert_eq!(start.elapsed(), Duration::ZERO, "woken at once");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_limit_stands_whatever_is_granted_later() {
+        let validity = Validity::until_ended();
+        assert_eq!(validity.remaining(), Duration::MAX);
+        validity.limit(Moment::now(), TTL);
+        assert!(validity.extend(Moment::now(), TTL * 10));
+        let start = Instant::now();
+        validity.ended().await;
+        assert!(start.elapsed() <= TTL + LONGEST_SLEEP / 100);
+        assert!(validity.is_ended());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_timer_sleeps_through_a_suspended_machine() {
+        let validity = Validity::new(Moment::now(), TTL * 1000);
+        let woken = tokio::spawn(async move { validity.ended().await });
+        advance(TTL * 1000).await;
+        tokio::time::timeout(LONGEST_SLEEP, woken)
+            .await
+            .unwrap()
+            .unwrap();
+    }
+}
