@@ -1,1 +1,19 @@
 //! To be written.
+
+mod child;
+mod cx;
+mod faulty;
+pub mod fixtures;
+mod harness;
+mod history;
+mod proxy;
+mod rule;
+mod rules;
+mod runner;
+mod steps;
+
+pub use harness::{Control, Harness, Store};
+pub use proxy::{Flow, Proxy};
+pub use rule::{Check, Need, Rule};
+pub use rules::RULES;
+pub use runner::{Outcome, SEED, Verdict, judge, main};

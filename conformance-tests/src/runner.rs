@@ -1,0 +1,217 @@
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use leasehold_core::Guarantees;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use tokio::runtime::{self, Runtime};
+
+use crate::child;
+use crate::cx::Cx;
+use crate::fixtures::Missing;
+use crate::harness::{Harness, Store};
+use crate::rule::{Check, Rule};
+use crate::rules;
+
+/// The environment variable with the seed of all random choices; the one in use is printed.
+pub const SEED: &str = "LEASEHOLD_SEED";
+
+/// Runs the suite on a backend: the whole `main` of a test target with `harness = false`.
+///
+/// Takes the arguments of a usual test binary (`--list`, a filter, `--test-threads` …). A rule that
+/// the backend does not owe, or that cannot be tried on this store, is shown as ignored with the
+/// reason.
+#[must_use]
+pub fn main(harness: impl Harness) -> ExitCode {
+    if let Some(address) = child::address() {
+        return be_child(&harness, &address);
+    }
+    let mut arguments = Arguments::from_args();
+    // Checks wait more than they work.
+    arguments.test_threads.get_or_insert(8);
+    match Suite::start(Arc::new(harness)) {
+        Ok(suite) => suite.run(&arguments),
+        Err(reason) => {
+            eprintln!("{reason:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What became of one check.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Verdict {
+    /// The name of the [`Check`].
+    pub check: &'static str,
+    /// Whether it passed.
+    pub outcome: Outcome,
+}
+
+/// Whether a check passed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// It did.
+    Passed,
+    /// It is not owed, or cannot be tried, for this reason.
+    Ignored(String),
+    /// It did not, for this reason.
+    Failed(String),
+}
+
+/// Runs the checks of the rule with this id, and says what became of each.
+///
+/// # Panics
+/// If there is no such rule, or the store is missing or not reached.
+#[must_use]
+pub fn judge(harness: Arc<dyn Harness>, id: &str) -> Vec<Verdict> {
+    let rule = rules::RULES.iter().find(|rule| rule.id == id);
+    let rule = rule.unwrap_or_else(|| panic!("there is no rule {id}"));
+    let suite = Suite::start(harness).unwrap_or_else(|error| panic!("{error:#}"));
+    let (store, guarantees) = suite.found.as_ref().unwrap_or_else(|missing| panic!("{missing}"));
+    let verdict = |check: &Check| {
+        let outcome = match check.unmet(guarantees, store) {
+            Some(reason) => Outcome::Ignored(reason),
+            None => match suite.case(rule, check, store, guarantees).run() {
+                Ok(()) => Outcome::Passed,
+                Err(reason) => Outcome::Failed(format!("{reason:#}")),
+            },
+        };
+        Verdict {
+            check: check.name,
+            outcome,
+        }
+    };
+    rule.checks.iter().map(verdict).collect()
+}
+
+/// The rules on one store.
+struct Suite {
+    harness: Arc<dyn Harness>,
+    found: Result<(Store, Guarantees), Missing>,
+    seed: u64,
+    /// Where the store was started: it lives as long.
+    runtime: Runtime,
+}
+
+impl Suite {
+    fn start(harness: Arc<dyn Harness>) -> anyhow::Result<Self> {
+        let runtime = new_runtime()?;
+        let found = match runtime.block_on(harness.start()) {
+            Ok(store) => {
+                let client = runtime.block_on(harness.connect(&store.address));
+                let client = client.context("the store is there, but a client cannot connect")?;
+                let guarantees = client.guarantees();
+                runtime.block_on(async { drop(client) });
+                Ok((store, guarantees))
+            }
+            Err(missing) => Err(missing),
+        };
+        Ok(Self {
+            harness,
+            found,
+            seed: seed()?,
+            runtime,
+        })
+    }
+
+    fn run(self, arguments: &Arguments) -> ExitCode {
+        if !arguments.list {
+            eprintln!("\nrandom choices: {SEED}={}", self.seed);
+        }
+        let mut trials = Vec::new();
+        if let Err(missing) = &self.found
+            && missing.is_required()
+        {
+            let reason = missing.to_string();
+            trials.push(Trial::test("the store is there", move || Err(Failed::from(reason))));
+        }
+        for rule in rules::RULES {
+            trials.extend(rule.checks.iter().map(|check| self.trial(rule, check)));
+        }
+        let conclusion = libtest_mimic::run(arguments, trials);
+        self.end();
+        conclusion.exit_code()
+    }
+
+    fn trial(&self, rule: &Rule, check: &Check) -> Trial {
+        let name = format!("{} {}: {}", rule.id, rule.title, check.name);
+        let unmet = match &self.found {
+            Ok((store, guarantees)) => match check.unmet(guarantees, store) {
+                None => {
+                    let case = self.case(rule, check, store, guarantees);
+                    return Trial::test(name, || Ok(case.run().map_err(|e| format!("{e:#}"))?));
+                }
+                Some(reason) => reason,
+            },
+            Err(missing) => missing.to_string(),
+        };
+        Trial::ignorable_test(name, || Ok(Completion::ignored_with(unmet)))
+    }
+
+    fn case(&self, rule: &Rule, check: &Check, store: &Store, guarantees: &Guarantees) -> Case {
+        let label = format!("{} {}", rule.id, check.name);
+        let harness = Arc::clone(&self.harness);
+        Case {
+            check: *check,
+            cx: Cx::new(harness, store.clone(), *guarantees, &label, self.seed),
+        }
+    }
+
+    /// Stops the servers; what is left of a container is awaited.
+    fn end(self) {
+        let Self { found, runtime, .. } = self;
+        runtime.block_on(async { drop(found) });
+    }
+}
+
+/// One check that is about to run.
+struct Case {
+    check: Check,
+    cx: Cx,
+}
+
+impl Case {
+    /// Far beyond what any check takes, so that nothing hangs for ever.
+    const LIMIT: Duration = Duration::from_secs(300);
+
+    /// On a runtime of its own: what is left running there ends with it.
+    fn run(self) -> anyhow::Result<()> {
+        let runtime = new_runtime()?;
+        let outcome = runtime.block_on(async {
+            let running = tokio::spawn((self.check.run)(self.cx));
+            match tokio::time::timeout(Self::LIMIT, running).await {
+                Ok(Ok(outcome)) => outcome,
+                Ok(Err(panic)) => bail!("{panic}"),
+                Err(_) => bail!("not over after {:?}", Self::LIMIT),
+            }
+        });
+        runtime.shutdown_timeout(Duration::from_secs(10));
+        outcome
+    }
+}
+
+fn be_child(harness: &dyn Harness, address: &str) -> ExitCode {
+    let served = new_runtime()
+        .and_then(|runtime| runtime.block_on(child::serve(harness, address)));
+    match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("a client in a process of its own: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn new_runtime() -> anyhow::Result<Runtime> {
+    let mut builder = runtime::Builder::new_multi_thread();
+    Ok(builder.worker_threads(2).enable_all().build()?)
+}
+
+fn seed() -> anyhow::Result<u64> {
+    match crate::fixtures::from_environment(SEED) {
+        Some(seed) => seed.parse().with_context(|| format!("{SEED} is not a number")),
+        None => Ok(fastrand::u64(..)),
+    }
+}
