@@ -90,7 +90,9 @@ impl Child {
 
     /// Lets the child write a history.
     pub(crate) async fn history(&mut self, keys: &[String], plan: Plan) -> anyhow::Result<Answer> {
-        let Plan { ttl, length, seed, .. } = plan;
+        let Plan {
+            ttl, length, seed, ..
+        } = plan;
         let (ttl, length) = (ttl.as_millis(), length.as_millis());
         self.ask(&format!("history {ttl} {length} {seed} {}", keys.join(" ")))
             .await
@@ -141,7 +143,11 @@ impl Answer {
 
     /// The history that the child has written.
     pub(crate) async fn beliefs(self) -> anyhow::Result<Vec<Belief>> {
-        self.get().await?.split_whitespace().map(str::parse).collect()
+        self.get()
+            .await?
+            .split_whitespace()
+            .map(str::parse)
+            .collect()
     }
 
     async fn soon(self) -> anyhow::Result<String> {
@@ -213,7 +219,9 @@ impl Servant {
             }
             ["held", key] => {
                 let kept = lock(&self.kept);
-                let held = kept.get(key).is_some_and(|kept| kept.iter().any(Guard::is_held));
+                let held = kept
+                    .get(key)
+                    .is_some_and(|kept| kept.iter().any(Guard::is_held));
                 Ok(held.to_string())
             }
             ["queue", key, ttl, owners] => {
@@ -262,7 +270,7 @@ impl Servant {
                     drop(first.send(since.as_nanos().to_string()));
                 }
                 servant.keep(guard);
-                leasehold_core::Result::Ok(())
+                leasehold_core::Result::<()>::Ok(())
             });
         }
         Ok(())

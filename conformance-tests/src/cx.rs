@@ -1,13 +1,16 @@
+use std::fmt;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use leasehold_core::{Backend, Claim, Error, ErrorKind, Guarantees, Hold, Key, Locks};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::child::Child;
@@ -65,7 +68,13 @@ impl Cx {
         let store = store.map_err(|missing| anyhow::anyhow!("{missing}"))?;
         let inner = &self.inner;
         let harness = Arc::clone(&inner.harness);
-        Ok(Self::new(harness, store, inner.guarantees, &inner.label, inner.seed))
+        Ok(Self::new(
+            harness,
+            store,
+            inner.guarantees,
+            &inner.label,
+            inner.seed,
+        ))
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -86,11 +95,6 @@ impl Cx {
     /// A ttl that a renewal each third keeps alive on a busy machine.
     pub(crate) fn steady_ttl(&self) -> Duration {
         self.ttl().max(Duration::from_millis(1500))
-    }
-
-    /// How long the end of a ttl may be awaited: several, since the machine may be busy.
-    pub(crate) fn after(&self, ttl: Duration) -> Duration {
-        ttl * 3 + SOON
     }
 
     /// A new client.
@@ -137,6 +141,12 @@ impl Cx {
     }
 }
 
+/// How long to wait for what is to happen within `ttl`: several of them, and some seconds since the
+/// machine may be busy.
+pub(crate) fn after(ttl: Duration) -> Duration {
+    ttl * 4 + Duration::from_secs(4)
+}
+
 /// The user's view of `client`: with a [long](Cx::LONG) ttl, and limits that a busy machine keeps.
 pub(crate) fn locks(client: impl Backend) -> Locks {
     Locks::new(client)
@@ -160,10 +170,7 @@ pub(crate) fn waiting(key: &Key, ttl: Duration) -> Claim {
 }
 
 /// Acquires what must be free.
-pub(crate) async fn granted(
-    client: &dyn Backend,
-    claim: &Claim,
-) -> anyhow::Result<Box<dyn Hold>> {
+pub(crate) async fn granted(client: &dyn Backend, claim: &Claim) -> anyhow::Result<Box<dyn Hold>> {
     match soon("an acquire is answered", client.acquire(claim)).await?? {
         Some(hold) => Ok(hold),
         None => bail!("{} is not granted, though nobody holds it", claim.key),
@@ -175,7 +182,10 @@ pub(crate) async fn refused(client: &dyn Backend, key: &Key) -> anyhow::Result<(
     let claim = claim(key, Cx::LONG);
     match soon("a try is answered", client.acquire(&claim)).await?? {
         None => Ok(()),
-        Some(hold) => bail!("{key} is granted again (token {}), though another holds it", hold.token()),
+        Some(hold) => bail!(
+            "{key} is granted again (token {}), though another holds it",
+            hold.token()
+        ),
     }
 }
 
@@ -207,6 +217,83 @@ pub(crate) async fn within<F: Future>(
     waited.with_context(|| format!("not within {limit:?}: {what}"))
 }
 
+/// Takes the lock on `key` away from `hold`, whoever does it.
+pub(crate) async fn take_away(
+    operator: &dyn Backend,
+    key: &Key,
+    hold: &mut dyn Hold,
+) -> anyhow::Result<()> {
+    let taken = soon("an evict is answered", operator.evict(key, None)).await?;
+    if matches!(&taken, Err(error) if error.kind() == ErrorKind::Unsupported) {
+        bail!(Skip("the store cannot take a lock away"));
+    }
+    taken.context("an evict")?;
+    // Some holders let go only at their next check.
+    let check = soon("a renewal is answered", hold.renew()).await?;
+    fails(ErrorKind::Lost, "the renewal of an evicted lock", check)?;
+    Ok(())
+}
+
+/// A check found that it cannot be made here, for this reason.
+#[derive(Debug)]
+pub(crate) struct Skip(pub(crate) &'static str);
+
+impl fmt::Display for Skip {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+impl std::error::Error for Skip {}
+
+/// Tries something that a busy machine can spoil: `attempt` says for how long it may be kept from
+/// running, and how it went. A failure counts only if this process did run all the time.
+pub(crate) async fn undisturbed<F>(
+    longest_stall: Duration,
+    mut attempt: impl FnMut() -> F + Send,
+) -> anyhow::Result<()>
+where
+    F: Future<Output = anyhow::Result<()>> + Send,
+{
+    const TRIES: usize = 5;
+    for _ in 0..TRIES {
+        let stalled = Arc::new(AtomicU64::new(0));
+        let meter = AbortOnDrop(tokio::spawn(measure(Arc::clone(&stalled))));
+        let outcome = attempt().await;
+        drop(meter);
+        let stalled = Duration::from_millis(stalled.load(Ordering::Relaxed));
+        match outcome {
+            Err(error) if stalled < longest_stall => return Err(error),
+            Err(_) => {}
+            Ok(()) => return Ok(()),
+        }
+    }
+    bail!(
+        "the machine is too busy: this process was kept from running for {longest_stall:?} in each of {TRIES} tries"
+    )
+}
+
+/// Notes the longest time for which this process did not run.
+async fn measure(longest: Arc<AtomicU64>) {
+    const STEP: Duration = Duration::from_millis(10);
+    loop {
+        let start = Instant::now();
+        tokio::time::sleep(STEP).await;
+        let stall = start.elapsed().saturating_sub(STEP).as_millis();
+        longest.fetch_max(u64::try_from(stall).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+/// A task that ends with its handle.
+#[derive(Debug)]
+pub(crate) struct AbortOnDrop<T>(pub(crate) JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// Drives `waiter`, an acquire of `key` by `client`, until the store must know of it.
 ///
 /// No store tells how many wait. But a client's requests reach it in their order: when several reads
@@ -226,7 +313,7 @@ pub(crate) async fn queued<T>(
             client.holder(key).await?;
             tokio::task::yield_now().await;
         }
-        leasehold_core::Result::Ok(())
+        leasehold_core::Result::<()>::Ok(())
     });
     let mut waiter = pin!(waiter);
     let both = std::future::poll_fn(|cx| {

@@ -37,14 +37,23 @@ pub(crate) struct Plan {
 }
 
 /// Takes and frees locks on `keys` at random for the length of the plan.
-pub(crate) async fn write(locks: &Locks, keys: &[String], plan: Plan) -> anyhow::Result<Vec<Belief>> {
+pub(crate) async fn write(
+    locks: &Locks,
+    keys: &[String],
+    plan: Plan,
+) -> anyhow::Result<Vec<Belief>> {
     let mut random = fastrand::Rng::with_seed(plan.seed);
     let mut beliefs = Vec::new();
     let start = Instant::now();
     while start.elapsed() < plan.length {
         let key = random.usize(..keys.len());
         let wait = plan.ttl.mul_f64(4.0 * random.f64());
-        match locks.with_ttl(plan.ttl).with_wait(wait).lock(&keys[key]).await {
+        match locks
+            .with_ttl(plan.ttl)
+            .with_wait(wait)
+            .lock(&keys[key])
+            .await
+        {
             Ok(guard) => beliefs.extend(believe(guard, key, plan, &mut random).await),
             // Stalls and waits that are over bring these about.
             Err(error) if is_passing(error.kind()) => {}
@@ -91,7 +100,11 @@ async fn believe(
 
 /// Two holders at one time, or tokens that do not rise, make a history wrong.
 pub(crate) fn check(mut beliefs: Vec<Belief>) -> anyhow::Result<()> {
-    ensure!(beliefs.len() >= 10, "only {} grants were seen", beliefs.len());
+    ensure!(
+        beliefs.len() >= 10,
+        "only {} grants were seen",
+        beliefs.len()
+    );
     beliefs.sort_by_key(|belief| (belief.key, belief.from));
     for pair in beliefs.windows(2) {
         let [first, second] = pair else { continue };
@@ -135,7 +148,10 @@ fn is_passing(kind: ErrorKind) -> bool {
 }
 
 /// Stops the whole client: its runtime has no other thread.
-#[expect(clippy::disallowed_methods, reason = "to stop a thread is what this is for")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "to stop a thread is what this is for"
+)]
 fn stall(length: Duration) {
     std::thread::sleep(length);
 }
@@ -210,7 +226,10 @@ mod tests {
     #[test]
     fn a_belief_survives_its_text() {
         for belief in history(&sound()) {
-            assert_eq!(belief.to_string().parse::<Belief>().expect("parses"), belief);
+            assert_eq!(
+                belief.to_string().parse::<Belief>().expect("parses"),
+                belief
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! To be written.
+//! The conformance suite: runs the contract on any backend. See [`main`] and [`Harness`].
+#![allow(dead_code, reason = "used by rules that follow")]
 
 mod child;
 mod cx;

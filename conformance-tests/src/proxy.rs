@@ -204,7 +204,11 @@ async fn pump(
             _ = flow.wait_for(|flow| lost && *flow != Flow::LoseReplies) => return,
         };
         bytes.fetch_add(length as u64, Ordering::Relaxed);
-        let Ok(now) = flow.wait_for(|flow| *flow != Flow::Hold).await.map(|flow| *flow) else {
+        let Ok(now) = flow
+            .wait_for(|flow| *flow != Flow::Hold)
+            .await
+            .map(|flow| *flow)
+        else {
             return;
         };
         if now == Flow::LoseReplies && way == Way::Replies {
@@ -229,8 +233,8 @@ mod tests {
     #[tokio::test]
     async fn what_is_held_arrives_later_and_what_is_lost_ends_the_connection() {
         let server = TcpListener::bind("127.0.0.1:0").await.expect("binds");
-        let proxy = Proxy::start(&server.local_addr().expect("bound").to_string());
-        let proxy = proxy.await.expect("starts");
+        let address = server.local_addr().expect("bound").to_string();
+        let proxy = Proxy::start(&address).await.expect("starts");
         let mut client = TcpStream::connect(proxy.address()).await.expect("connects");
         let (mut server, _) = server.accept().await.expect("accepts");
         let mut seen = [0; 4];

@@ -101,12 +101,8 @@ impl Need {
             {
                 "not promised: tokens may fall when the server loses its data"
             }
-            Self::Processes if !store.processes => {
-                "the store is not shared between processes"
-            }
-            Self::Proxy if store.servers.is_empty() => {
-                "no proxy can be put in front of the store"
-            }
+            Self::Processes if !store.processes => "the store is not shared between processes",
+            Self::Proxy if store.servers.is_empty() => "no proxy can be put in front of the store",
             Self::Control | Self::Members if store.control.is_none() => control(),
             Self::Members if store.control.as_ref().is_some_and(|c| c.members() < 3) => {
                 "there are fewer than three servers"

@@ -8,7 +8,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use tokio::runtime::{self, Runtime};
 
 use crate::child;
-use crate::cx::Cx;
+use crate::cx::{Cx, Skip};
 use crate::fixtures::Missing;
 use crate::harness::{Harness, Store};
 use crate::rule::{Check, Rule};
@@ -69,14 +69,14 @@ pub fn judge(harness: Arc<dyn Harness>, id: &str) -> Vec<Verdict> {
     let rule = rules::RULES.iter().find(|rule| rule.id == id);
     let rule = rule.unwrap_or_else(|| panic!("there is no rule {id}"));
     let suite = Suite::start(harness).unwrap_or_else(|error| panic!("{error:#}"));
-    let (store, guarantees) = suite.found.as_ref().unwrap_or_else(|missing| panic!("{missing}"));
+    let (store, guarantees) = suite
+        .found
+        .as_ref()
+        .unwrap_or_else(|missing| panic!("{missing}"));
     let verdict = |check: &Check| {
         let outcome = match check.unmet(guarantees, store) {
             Some(reason) => Outcome::Ignored(reason),
-            None => match suite.case(rule, check, store, guarantees).run() {
-                Ok(()) => Outcome::Passed,
-                Err(reason) => Outcome::Failed(format!("{reason:#}")),
-            },
+            None => suite.case(rule, check, store, guarantees).run(),
         };
         Verdict {
             check: check.name,
@@ -84,6 +84,16 @@ pub fn judge(harness: Arc<dyn Harness>, id: &str) -> Vec<Verdict> {
         }
     };
     rule.checks.iter().map(verdict).collect()
+}
+
+impl From<Outcome> for Result<Completion, Failed> {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Passed => Ok(Completion::Completed),
+            Outcome::Ignored(reason) => Ok(Completion::ignored_with(reason)),
+            Outcome::Failed(reason) => Err(reason.into()),
+        }
+    }
 }
 
 /// The rules on one store.
@@ -125,7 +135,9 @@ impl Suite {
             && missing.is_required()
         {
             let reason = missing.to_string();
-            trials.push(Trial::test("the store is there", move || Err(Failed::from(reason))));
+            trials.push(Trial::test("the store is there", move || {
+                Err(Failed::from(reason))
+            }));
         }
         for rule in rules::RULES {
             trials.extend(rule.checks.iter().map(|check| self.trial(rule, check)));
@@ -141,7 +153,7 @@ impl Suite {
             Ok((store, guarantees)) => match check.unmet(guarantees, store) {
                 None => {
                     let case = self.case(rule, check, store, guarantees);
-                    return Trial::test(name, || Ok(case.run().map_err(|e| format!("{e:#}"))?));
+                    return Trial::ignorable_test(name, || case.run().into());
                 }
                 Some(reason) => reason,
             },
@@ -177,7 +189,15 @@ impl Case {
     const LIMIT: Duration = Duration::from_secs(300);
 
     /// On a runtime of its own: what is left running there ends with it.
-    fn run(self) -> anyhow::Result<()> {
+    fn run(self) -> Outcome {
+        match self.try_run() {
+            Ok(()) => Outcome::Passed,
+            Err(reason) if reason.is::<Skip>() => Outcome::Ignored(reason.to_string()),
+            Err(reason) => Outcome::Failed(format!("{reason:#}")),
+        }
+    }
+
+    fn try_run(self) -> anyhow::Result<()> {
         let runtime = new_runtime()?;
         let outcome = runtime.block_on(async {
             let running = tokio::spawn((self.check.run)(self.cx));
@@ -193,8 +213,7 @@ impl Case {
 }
 
 fn be_child(harness: &dyn Harness, address: &str) -> ExitCode {
-    let served = new_runtime()
-        .and_then(|runtime| runtime.block_on(child::serve(harness, address)));
+    let served = new_runtime().and_then(|runtime| runtime.block_on(child::serve(harness, address)));
     match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -211,7 +230,9 @@ fn new_runtime() -> anyhow::Result<Runtime> {
 
 fn seed() -> anyhow::Result<u64> {
     match crate::fixtures::from_environment(SEED) {
-        Some(seed) => seed.parse().with_context(|| format!("{SEED} is not a number")),
+        Some(seed) => seed
+            .parse()
+            .with_context(|| format!("{SEED} is not a number")),
         None => Ok(fastrand::u64(..)),
     }
 }

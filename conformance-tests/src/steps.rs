@@ -31,12 +31,13 @@ impl<F: Future> Future for Steps<F> {
     type Output = Step<F::Output>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if let (Some(future), 1..) = (&mut self.future, self.left) {
+        let left = self.left;
+        if let (Some(future), 1..) = (&mut self.future, left) {
             if let Poll::Ready(output) = future.as_mut().poll(cx) {
                 self.future = None;
                 return Poll::Ready(Step::Completed(output));
             }
-            self.left -= 1;
+            self.left = left - 1;
             if self.left > 0 {
                 return Poll::Pending;
             }
