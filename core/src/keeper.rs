@@ -73,14 +73,16 @@ impl Keeper {
         self.dead.load(Ordering::Acquire)
     }
 
-    /// Gives `kept` a new place, `after` from now on; with `None` a place that is never due.
+    /// Gives `kept` a new place, so long after that moment; with `None` a place that is never due.
     pub(crate) fn place(
         &self,
         kept: &Arc<Kept>,
         place: &mut Option<Place>,
-        after: Option<Duration>,
+        due: Option<(Moment, Duration)>,
     ) {
-        let due = after.map_or(Duration::MAX, |after| self.on_grid(after, kept.grid()));
+        let due = due.map_or(Duration::MAX, |(now, after)| {
+            on_grid(now.since(self.epoch), after, kept.grid())
+        });
         let mut schedule = self.schedule();
         if let Some(old) = place.take() {
             let _kept = schedule.due.remove(&old);
@@ -158,15 +160,6 @@ impl Keeper {
         }
     }
 
-    fn on_grid(&self, after: Duration, grid: Duration) -> Duration {
-        let now = self.epoch.elapsed();
-        let exact = now.saturating_add(after);
-        let grid = grid.as_nanos().max(1);
-        let rounded = (exact.as_nanos() / grid).saturating_mul(grid);
-        let rounded = u64::try_from(rounded).map_or(exact, Duration::from_nanos);
-        if rounded > now { rounded } else { exact }
-    }
-
     fn schedule(&self) -> MutexGuard<'_, Schedule> {
         self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,4 +181,13 @@ impl Drop for DeadWithIt {
     fn drop(&mut self) {
         self.0.dead.store(true, Ordering::Release);
     }
+}
+
+/// `after` from `now`, rounded down to the grid unless that is past.
+fn on_grid(now: Duration, after: Duration, grid: Duration) -> Duration {
+    let exact = now.saturating_add(after);
+    let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    let (grid, wanted) = (nanos(grid).max(1), nanos(exact));
+    let rounded = Duration::from_nanos(wanted - wanted % grid);
+    if rounded > now { rounded } else { exact }
 }

@@ -32,10 +32,11 @@ pub(crate) struct Kept {
     pub(crate) owner: OwnerId,
     pub(crate) token: Token,
     pub(crate) validity: Validity,
+    /// When the grant arrived.
+    pub(crate) granted: Moment,
     ttl: Duration,
     renewed: bool,
     request_limit: Duration,
-    granted: Moment,
     keeper: Arc<Keeper>,
     slot: Mutex<Slot>,
     /// The hold came back, or the phase changed.
@@ -100,8 +101,8 @@ impl Kept {
     /// left. False: it is not ours (any more).
     pub(crate) async fn confirm(&self) -> bool {
         let late = |left: Duration| left < self.ttl / 2;
-        if !self.validity.term_left().is_some_and(late) {
-            return !self.validity.is_ended();
+        if !self.validity.term_left(self.granted).is_some_and(late) {
+            return !self.validity.is_ended_at(self.granted);
         }
         let Some(mut loan) = self.lend() else {
             return false;
@@ -139,23 +140,25 @@ impl Kept {
 impl Kept {
     /// The keeper's time for it has come.
     pub(crate) fn attend(self: &Arc<Self>) {
+        let now = Moment::now();
         let mut slot = self.slot();
         match slot.phase {
             Phase::Over => {}
             Phase::Releasing => self.keeper.place(self, &mut slot.place, None),
-            Phase::Held if !self.validity.is_ended() => {
-                if self.renewal_needed() {
+            Phase::Held if !self.validity.is_ended_at(now) => {
+                if self.renewal_needed(now) {
                     self.keeper.place(self, &mut slot.place, None);
                     drop(slot);
                     self.keeper.spawn(self.clone().renew());
                 } else {
-                    self.keeper
-                        .place(self, &mut slot.place, Some(self.next_look()));
+                    let next = (now, self.next_look(now));
+                    self.keeper.place(self, &mut slot.place, Some(next));
                 }
             }
             Phase::Held if !slot.loss_reported => {
                 slot.loss_reported = true;
-                self.keeper.place(self, &mut slot.place, Some(self.ttl));
+                self.keeper
+                    .place(self, &mut slot.place, Some((now, self.ttl)));
                 drop(slot);
                 warn!(
                     target: "leasehold",
@@ -171,39 +174,40 @@ impl Kept {
         }
     }
 
-    /// Puts it on the keeper's schedule for the first time.
-    pub(crate) fn schedule(self: &Arc<Self>) {
+    /// Puts it on the keeper's schedule; `now` is a moment just past.
+    pub(crate) fn schedule(self: &Arc<Self>, now: Moment) {
         let mut slot = self.slot();
         if slot.phase == Phase::Held {
-            self.keeper
-                .place(self, &mut slot.place, Some(self.next_look()));
+            let next = (now, self.next_look(now));
+            self.keeper.place(self, &mut slot.place, Some(next));
         }
     }
 
     /// Nothing is renewed that has no term, or whose limit comes before the end of its term.
-    fn renewal_needed(&self) -> bool {
-        let limit = self.validity.limit_left();
-        self.renewed
-            && self
-                .validity
-                .term_left()
-                .is_some_and(|term| limit.is_none_or(|limit| limit > term))
+    fn renewal_needed(&self, now: Moment) -> bool {
+        let limit = self.validity.limit_left(now);
+        let term = self.validity.term_left(now);
+        self.renewed && term.is_some_and(|term| limit.is_none_or(|limit| limit > term))
     }
 
-    /// How long from now it has to be looked at: for the next renewal, a third of the term; else
+    /// How long from `now` it has to be looked at: for the next renewal, a third of the term; else
     /// when it ends, and every third of the ttl to hear what the store may have said.
-    fn next_look(&self) -> Duration {
-        if self.renewal_needed() {
-            self.validity.term_left().unwrap_or(self.ttl) / 3
+    fn next_look(&self, now: Moment) -> Duration {
+        if self.renewal_needed(now) {
+            self.validity.term_left(now).unwrap_or(self.ttl) / 3
         } else {
-            self.validity.remaining().min(self.ttl / 3)
+            self.validity.remaining_at(now).min(self.ttl / 3)
         }
     }
 
     /// Renews until it succeeds, a release begins, or the lock has ended.
     async fn renew(self: Arc<Self>) {
         let mut attempts = 0_u32;
-        while let Some(left) = self.validity.term_left().filter(|left| !left.is_zero()) {
+        loop {
+            let left = self.validity.term_left(Moment::now()).unwrap_or_default();
+            if left.is_zero() {
+                break;
+            }
             attempts += 1;
             let answer = {
                 let Some(mut loan) = self.lend_in(|phase| phase == Phase::Held) else {
@@ -249,7 +253,7 @@ impl Kept {
         if self.validity.is_ended() {
             self.attend();
         } else {
-            self.schedule();
+            self.schedule(Moment::now());
         }
     }
 
@@ -424,15 +428,23 @@ impl Kept {
 
     /// Whether the store has answered the release for good; then it is over.
     fn settle(&self, answer: &Result<()>) -> bool {
-        let held = self.granted.elapsed();
         let (key, owner, token) = (&self.key, &self.owner, &self.token);
+        let held = || self.granted.elapsed();
         match answer {
-            Ok(()) => debug!(target: "leasehold", %key, %owner, %token, ?held, "lock released"),
+            Ok(()) => {
+                debug!(target: "leasehold", %key, %owner, %token, held = ?held(), "lock released");
+            }
             Err(error) if error.kind() == ErrorKind::Lost => {
-                debug!(target: "leasehold", %key, %owner, %token, ?held, "lock was lost before its release");
+                debug!(
+                    target: "leasehold", %key, %owner, %token, held = ?held(),
+                    "lock was lost before its release"
+                );
             }
             Err(error) => {
-                warn!(target: "leasehold", %key, %owner, %token, ?held, %error, "release failed");
+                warn!(
+                    target: "leasehold", %key, %owner, %token, held = ?held(), %error,
+                    "release failed"
+                );
                 return false;
             }
         }

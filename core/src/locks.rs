@@ -311,7 +311,7 @@ impl Locks {
                 let kept = Kept::new(hold, &claim, self.options.max_hold, keeper.clone());
                 let held = Arc::new(Held(kept));
                 if held.0.confirm().await {
-                    held.0.schedule();
+                    held.0.schedule(held.0.granted);
                     // Whoever closes in between has not seen it on the schedule.
                     self.check_open()?;
                     debug!(

@@ -61,7 +61,6 @@ impl Backend for Memory {
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
-        let started = Moment::now();
         let mut waiting = {
             let mut store = lock(&self.store);
             store.expire(&claim.key);
@@ -79,6 +78,7 @@ impl Backend for Memory {
                 }
             }
         };
+        let started = Moment::now();
         loop {
             let left = claim
                 .wait

@@ -37,9 +37,15 @@ impl Moment {
     /// How much time has passed since, suspended time included.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
-        self.timer
-            .elapsed()
-            .max(since_boot().saturating_sub(self.boot))
+        Self::now().since(*self)
+    }
+
+    /// How much time passed from `earlier` to this moment, suspended time included; zero if it is
+    /// not the earlier one.
+    #[must_use]
+    pub fn since(&self, earlier: Self) -> Duration {
+        let timer = self.timer.saturating_duration_since(earlier.timer);
+        timer.max(self.boot.saturating_sub(earlier.boot))
     }
 }
 
@@ -118,17 +124,18 @@ impl Validity {
     /// A renewal that left at `sent` was granted for `ttl`. It never shortens, and never revives
     /// what has ended; returns whether the validity is still good.
     pub fn extend(&self, sent: Moment, ttl: Duration) -> bool {
+        let now = Moment::now();
         let mut state = self.state();
-        if self.refresh(&mut state) {
+        if self.refresh(&mut state, now) {
             return false;
         }
-        let ttl = less_margin(ttl);
-        let longer = state
+        let new = (sent, less_margin(ttl));
+        if state
             .term
-            .is_none_or(|term| left(&(sent, ttl)) > left(&term));
-        if longer {
-            state.term = Some((sent, ttl));
-            // A waiter sleeps towards the old deadline and looks again there: no need to wake it.
+            .is_none_or(|term| left(new, now) > left(term, now))
+        {
+            // Whoever waits sleeps towards the old deadline and looks again there.
+            state.term = Some(new);
         }
         true
     }
@@ -149,24 +156,14 @@ impl Validity {
     /// Whether it has ended.
     #[must_use]
     pub fn is_ended(&self) -> bool {
-        self.remaining().is_zero()
+        self.is_ended_at(Moment::now())
     }
 
     /// How long the grant may still be believed; zero once it has ended, `Duration::MAX` while
     /// nothing but the end of the process ends it.
     #[must_use]
     pub fn remaining(&self) -> Duration {
-        let own = {
-            let mut state = self.state();
-            if self.refresh(&mut state) {
-                return Duration::ZERO;
-            }
-            state.remaining()
-        };
-        match &self.own.parent {
-            Some(parent) => own.min(parent.remaining()),
-            None => own,
-        }
+        self.remaining_at(Moment::now())
     }
 
     /// Resolves when it has ended.
@@ -210,14 +207,32 @@ impl Validity {
         }
     }
 
+    pub(crate) fn is_ended_at(&self, now: Moment) -> bool {
+        self.remaining_at(now).is_zero()
+    }
+
+    pub(crate) fn remaining_at(&self, now: Moment) -> Duration {
+        let own = {
+            let mut state = self.state();
+            if self.refresh(&mut state, now) {
+                return Duration::ZERO;
+            }
+            state.remaining(now)
+        };
+        match &self.own.parent {
+            Some(parent) => own.min(parent.remaining_at(now)),
+            None => own,
+        }
+    }
+
     /// How long its own term still runs; `None`: it has none, so that nobody has to renew it.
-    pub(crate) fn term_left(&self) -> Option<Duration> {
-        self.state().term.as_ref().map(left)
+    pub(crate) fn term_left(&self, now: Moment) -> Option<Duration> {
+        self.state().term.map(|term| left(term, now))
     }
 
     /// How long until the [`limit`](Self::limit); `None`: there is none.
-    pub(crate) fn limit_left(&self) -> Option<Duration> {
-        self.state().limit.as_ref().map(left)
+    pub(crate) fn limit_left(&self, now: Moment) -> Option<Duration> {
+        self.state().limit.map(|limit| left(limit, now))
     }
 
     fn build(term: Option<(Moment, Duration)>, parent: Option<Self>) -> Self {
@@ -242,8 +257,8 @@ impl Validity {
     }
 
     /// Makes an end that the clock brought final, so that a later `extend` cannot revive it.
-    fn refresh(&self, state: &mut State) -> bool {
-        if !state.ended && state.remaining().is_zero() {
+    fn refresh(&self, state: &mut State, now: Moment) -> bool {
+        if !state.ended && state.remaining(now).is_zero() {
             state.ended = true;
             self.own.changed.notify_waiters();
         }
@@ -252,13 +267,15 @@ impl Validity {
 }
 
 impl State {
-    fn remaining(&self) -> Duration {
+    fn remaining(&self, now: Moment) -> Duration {
         if self.ended {
             return Duration::ZERO;
         }
-        let term = self.term.as_ref().map_or(Duration::MAX, left);
-        let limit = self.limit.as_ref().map_or(Duration::MAX, left);
-        term.min(limit)
+        let terms = [self.term, self.limit].into_iter().flatten();
+        terms
+            .map(|term| left(term, now))
+            .min()
+            .unwrap_or(Duration::MAX)
     }
 }
 
@@ -270,8 +287,8 @@ impl fmt::Debug for Validity {
     }
 }
 
-fn left((from, length): &(Moment, Duration)) -> Duration {
-    length.saturating_sub(from.elapsed())
+fn left((from, length): (Moment, Duration), now: Moment) -> Duration {
+    length.saturating_sub(now.since(from))
 }
 
 fn less_margin(ttl: Duration) -> Duration {
@@ -328,7 +345,7 @@ mod tests {
     async fn a_child_ends_with_its_parent_or_alone() {
         let session = Validity::new(Moment::now(), TTL);
         let (one, two) = (session.child(), session.child());
-        assert_eq!(one.term_left(), None);
+        assert_eq!(one.term_left(Moment::now()), None);
         let waiting = tokio::spawn({
             let one = one.clone();
             async move { one.ended().await }
