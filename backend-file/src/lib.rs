@@ -1,1 +1,11 @@
-//! To be written.
+#![doc = include_str!("../README.md")]
+
+mod backend;
+mod error;
+mod hold;
+mod lock_file;
+mod name;
+mod record;
+mod watch;
+
+pub use backend::Folder;

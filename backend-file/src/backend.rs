@@ -1,0 +1,392 @@
+use std::collections::HashMap;
+use std::fmt;
+use std::fs;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use leasehold_core::{
+    Backend, Claim, Error, ErrorKind, Expiry, Guarantees, Hold, Holder, Key, Moment, Result, Tokens,
+};
+use uuid::Uuid;
+
+use crate::error::io_error;
+use crate::hold::{FileHold, Held};
+use crate::lock_file::{self, BLOCK, Reserved, ToSync};
+use crate::name::Names;
+use crate::record::{Grant, Record};
+use crate::watch::{INTERVAL, Watch};
+
+/// Locks in a folder of this machine: the backend that needs no server.
+///
+/// Everybody who opens the same folder shares its locks. Clones share one client; there is nothing
+/// to be gained from opening a folder twice, and nothing to be lost.
+///
+/// How it works, what it promises and when it can fail: see the [crate's page](crate).
+#[derive(Clone)]
+pub struct Folder {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    path: PathBuf,
+    watch: Arc<Watch>,
+    /// The last token that was granted here, by the stem of the key's files: step 3 of
+    /// `lock_file.rs`.
+    granted: Mutex<HashMap<String, u64>>,
+}
+
+/// So many keys are remembered. Forgetting one only costs its next grant a write to the disk.
+const REMEMBERED: usize = 10_000;
+
+/// How long an eviction waits for the holder to obey.
+const EVICTION: Duration = Duration::from_secs(5);
+
+impl Folder {
+    /// Opens the folder at `path`; if it does not exist it is created, for this user alone.
+    ///
+    /// To share it between users create it yourself, with rights for their group: the files in it
+    /// get the rights that the folder has. Put nothing else into it, keep it on a disk of this
+    /// machine, and where nothing tidies up behind you (not in `/tmp`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if `path` is empty or no folder; [`ErrorKind::Other`] if it cannot be
+    /// created or read.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        if path.as_os_str().is_empty() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "the path of the folder is empty: name the folder that the locks go into",
+            ));
+        }
+        if path.exists() && !path.is_dir() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{} is not a folder: name one", path.display()),
+            ));
+        }
+        create_folder(path).map_err(|error| io_error("create the folder", path, error))?;
+        // A later change of the working folder must not lead elsewhere.
+        let path = fs::canonicalize(path).map_err(|error| io_error("open", path, error))?;
+        let marks = path.join("evict");
+        create_marks(&path, &marks)
+            .map_err(|error| io_error("create the folder", &marks, error))?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                watch: Watch::new(marks),
+                path,
+                granted: Mutex::default(),
+            }),
+        })
+    }
+
+    /// The folder, as an absolute path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.inner.path
+    }
+}
+
+impl fmt::Debug for Folder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Folder").field(&self.inner.path).finish()
+    }
+}
+
+/// The calls that read and write files are made in place rather than handed to a thread: they touch
+/// a few hundred bytes that the system keeps in memory, which costs less than the handing over, and
+/// without an await there is nothing to be cancelled half-way. Only waiting for the disk blocks for
+/// long: that goes to a thread, while the lock itself stays with the future, which frees it when it
+/// is dropped.
+#[async_trait]
+impl Backend for Folder {
+    fn guarantees(&self) -> Guarantees {
+        let mut guarantees = Guarantees::new(Expiry::Process, *Claim::TTL_RANGE.start());
+        guarantees.tokens = Tokens::Durable;
+        guarantees
+    }
+
+    async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
+        let names = Names::new(&self.inner.path, &claim.key);
+        let asked = Moment::now();
+        let mut pause = Pause::new(claim.id);
+        let mut first = true;
+        loop {
+            match lock_file::try_lock(&names.lock).await {
+                Ok(Some(file)) => return self.grant(claim, names, file).await.map(Some),
+                Ok(None) => {}
+                // Once it waits, a claim outlives what may pass.
+                Err(error) if !first && error.is_transient() => {
+                    tracing::debug!(key = %claim.key, %error, "waiting on");
+                }
+                Err(error) => return Err(error),
+            }
+            first = false;
+            let mut next = pause.next();
+            if let Some(wait) = claim.wait {
+                let left = wait.saturating_sub(asked.elapsed());
+                if left.is_zero() {
+                    return Ok(None);
+                }
+                next = next.min(left);
+            }
+            tokio::time::sleep(next).await;
+        }
+    }
+
+    async fn holder(&self, key: &Key) -> Result<Option<Holder>> {
+        let names = Names::new(&self.inner.path, key);
+        let held = self.held_by(&names).await?;
+        Ok(held.map(|(grant, token)| grant.to_holder(token)))
+    }
+
+    /// Asks the holder to let go, and waits until it has: it looks every 200 ms.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if it still holds the lock after 5 s, which is so if its process is
+    /// stopped or hangs. The request stays: it lets go as soon as it runs on.
+    async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
+        let names = Names::new(&self.inner.path, key);
+        let watch = &self.inner.watch;
+        let mark_error = |error| io_error("mark an eviction in", watch.marks(), error);
+
+        let Some((found, _)) = self.held_by(&names).await? else {
+            return Ok(false);
+        };
+        if grant.is_some_and(|grant| grant.grant != found.id.to_string()) {
+            return Ok(false);
+        }
+        watch.mark(&names.stem, found.id).map_err(mark_error)?;
+        let asked = Moment::now();
+        let mut pause = Pause::new(found.id);
+        while asked.elapsed() < EVICTION {
+            tokio::time::sleep(pause.next()).await;
+            let now = self.held_by(&names).await?;
+            if now.is_none_or(|(now, _)| now.id != found.id) {
+                // A mark that is still there was not obeyed: the lock was released, or its process
+                // has ended.
+                let unused = watch.unmark(&names.stem, found.id).map_err(mark_error)?;
+                return Ok(!unused);
+            }
+        }
+        Err(Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "{:?} is still held by {}: its process was asked to let go, which it looks for every \
+                 {INTERVAL:?}, and has not done so in {EVICTION:?}; if it is stopped or hangs, end it \
+                 (process {})",
+                key.as_str(),
+                found.owner,
+                found.pid
+            ),
+        ))
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.inner.watch.close();
+        Ok(())
+    }
+}
+
+impl Folder {
+    /// Makes a hold of the locked file.
+    async fn grant(&self, claim: &Claim, names: Names, file: File) -> Result<Box<dyn Hold>> {
+        let lock_path = names.lock.clone();
+        let (hold, to_sync) = self.write_grant(claim, names, file)?;
+        if let Some(to_sync) = to_sync {
+            tokio::task::spawn_blocking(move || to_sync.sync(&lock_path))
+                .await
+                .map_err(|error| {
+                    Error::with_source(ErrorKind::Unavailable, "the runtime is ending", error)
+                })??;
+        }
+        if hold.is_ended() {
+            return Err(Error::new(
+                ErrorKind::Lost,
+                format!("the lock on {:?} was taken away at once", claim.key),
+            ));
+        }
+        Ok(Box::new(hold))
+    }
+
+    /// Takes the next token and writes down who holds the lock.
+    fn write_grant(
+        &self,
+        claim: &Claim,
+        names: Names,
+        file: File,
+    ) -> Result<(FileHold, Option<ToSync>)> {
+        let info = lock_file::open_or_create(&names.info)
+            .map_err(|error| io_error("open", &names.info, error))?;
+        let before =
+            Record::read(&info).map_err(|error| io_error("read", &names.info, error))?;
+        if let Some(other) = before.as_ref().filter(|it| it.key != claim.key.as_str()) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "{} belongs to the key {:?}: files of the folder were renamed or copied",
+                    names.info.display(),
+                    other.key
+                ),
+            ));
+        }
+
+        let reserved = Reserved::read(&file, &names.lock)?;
+        let token = self.next_token(&names.stem, before.as_ref(), reserved.number);
+        let record = Record {
+            key: claim.key.as_str().to_owned(),
+            token,
+            grant: Some(Grant {
+                id: claim.id,
+                owner: claim.owner.to_string(),
+                pid: std::process::id(),
+                since: wall_clock(),
+                label: claim.label.as_deref().map(str::to_owned),
+            }),
+        };
+        record
+            .write(&info)
+            .map_err(|error| io_error("write", &names.info, error))?;
+        let to_sync = if token > reserved.number {
+            let number = token.saturating_add(BLOCK - 1);
+            Some(reserved.raise(&file, &names.lock, number)?)
+        } else {
+            None
+        };
+
+        let held = Arc::new(Held::new(claim.id, names.stem, record, names.info, file));
+        self.inner
+            .watch
+            .add(Arc::clone(&held))
+            .map_err(|error| io_error("start the thread that watches", &self.inner.path, error))?;
+        let hold = FileHold::new(held, Arc::clone(&self.inner.watch));
+        Ok((hold, to_sync))
+    }
+
+    /// Above all tokens of this key so far: see `lock_file.rs`.
+    fn next_token(&self, stem: &str, before: Option<&Record>, reserved: u64) -> u64 {
+        let recorded = before.map(|record| record.token);
+        let mut granted = self
+            .inner
+            .granted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let last = match (granted.get(stem).copied(), recorded) {
+            (Some(ours), Some(recorded)) => ours.max(recorded),
+            (ours, recorded) => reserved.max(ours.unwrap_or(0)).max(recorded.unwrap_or(0)),
+        };
+        let token = last.saturating_add(1);
+        if granted.len() >= REMEMBERED && !granted.contains_key(stem) {
+            granted.clear();
+        }
+        granted.insert(stem.to_owned(), token);
+        token
+    }
+
+    /// The grant that holds the lock, and its token.
+    async fn held_by(&self, names: &Names) -> Result<Option<(Grant, u64)>> {
+        let failed = |error| io_error("read", &names.info, error);
+        let read = || match File::open(&names.info) {
+            Ok(info) => Record::read(&info).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        };
+        for _ in 0..100 {
+            let Some(found) = read().map_err(failed)? else {
+                return Ok(None);
+            };
+            // Half of a record is being written over, or its writer has died: look at the lock.
+            let is_locked =
+                || lock_file::is_locked(&names.lock).map_err(|error| io_error("read", &names.lock, error));
+            match found {
+                Some(Record { grant: None, .. }) => return Ok(None),
+                Some(Record { grant: Some(grant), token, .. }) => {
+                    if !is_locked()? {
+                        return Ok(None);
+                    }
+                    // The lock may have changed hands between the two looks.
+                    if read().map_err(failed)?.flatten().and_then(|it| it.grant).as_ref() == Some(&grant) {
+                        return Ok(Some((grant, token)));
+                    }
+                }
+                None if !is_locked()? => return Ok(None),
+                None => {}
+            }
+            tokio::task::yield_now().await;
+        }
+        Err(Error::new(
+            ErrorKind::Unavailable,
+            format!("{} changes too fast or cannot be read", names.info.display()),
+        ))
+    }
+}
+
+/// The pauses of one waiter: longer and longer, up to a limit, and none like that of its neighbours.
+struct Pause {
+    next: Duration,
+    random: u64,
+}
+
+impl Pause {
+    const FIRST: Duration = Duration::from_millis(1);
+    const LONGEST: Duration = Duration::from_millis(50);
+
+    /// The id makes it unlike others.
+    fn new(id: Uuid) -> Self {
+        let (high, low) = id.as_u64_pair();
+        Self {
+            next: Self::FIRST,
+            random: (high ^ low) | 1,
+        }
+    }
+
+    /// Between half and all of the present length.
+    fn next(&mut self) -> Duration {
+        // Marsaglia's xorshift: enough to keep waiters out of step.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let half = self.next / 2;
+        let share = u32::try_from(self.random % 1024).unwrap_or(0);
+        let pause = half + half * share / 1024;
+        self.next = (self.next * 2).min(Self::LONGEST);
+        pause
+    }
+}
+
+fn create_folder(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let mut builder = fs::DirBuilder::new();
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::DirBuilderExt as _;
+        builder.mode(0o700);
+    }
+    builder.recursive(true).create(path)?;
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => lock_file::sync_folder(parent),
+        _ => Ok(()),
+    }
+}
+
+/// The folder of the marks gets the rights of the one that it is in.
+fn create_marks(folder: &Path, marks: &Path) -> io::Result<()> {
+    match fs::create_dir(marks) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(error),
+        Ok(()) if cfg!(unix) => fs::set_permissions(marks, folder.metadata()?.permissions()),
+        Ok(()) => Ok(()),
+    }
+}
+
+/// For people to read; nothing is decided by it.
+#[allow(clippy::disallowed_methods)]
+fn wall_clock() -> SystemTime {
+    SystemTime::now()
+}
