@@ -4,7 +4,7 @@ use std::fs;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::error::io_error;
 use crate::hold::{FileHold, Held};
-use crate::lock_file::{self, BLOCK, Reserved, ToSync};
+use crate::lock_file::{self, Raised, Reserved};
 use crate::name::Names;
 use crate::record::{Grant, Record};
 use crate::watch::{INTERVAL, Watch};
@@ -34,7 +34,7 @@ pub struct Folder {
 struct Inner {
     path: PathBuf,
     watch: Arc<Watch>,
-    /// The last token that was granted here, by the stem of the key's files: step 3 of
+    /// The last token that was granted here, by the stem of the key's files: step 4 of
     /// `lock_file.rs`.
     granted: Mutex<HashMap<String, u64>>,
 }
@@ -43,7 +43,7 @@ struct Inner {
 const REMEMBERED: usize = 10_000;
 
 /// How long an eviction waits for the holder to obey.
-const EVICTION: Duration = Duration::from_secs(5);
+const EVICTION: Duration = Duration::from_secs(2);
 
 impl Folder {
     /// Opens the folder at `path`; if it does not exist it is created, for this user alone.
@@ -144,10 +144,10 @@ impl Backend for Folder {
         Ok(held.map(|(grant, token)| grant.to_holder(token)))
     }
 
-    /// Asks the holder to let go, and waits until it has: it looks every 200 ms.
+    /// Asks the holder to let go, and waits until it has: it looks every 50 ms.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if it still holds the lock after 5 s, which is so if its process is
+    /// [`ErrorKind::Unavailable`] if it still holds the lock after 2 s, which is so if its process is
     /// stopped or hangs. The request stays: it lets go as soon as it runs on.
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
         let names = Names::new(&self.inner.path, key);
@@ -193,37 +193,52 @@ impl Backend for Folder {
 }
 
 impl Folder {
-    /// Makes a hold of the locked file.
+    /// Makes a hold of the locked file: takes the next token and writes down who holds it.
     async fn grant(&self, claim: &Claim, names: Names, file: File) -> Result<Box<dyn Hold>> {
-        let lock_path = names.lock.clone();
-        let (hold, to_sync) = self.write_grant(claim, names, file)?;
-        if let Some(to_sync) = to_sync {
-            tokio::task::spawn_blocking(move || to_sync.sync(&lock_path))
-                .await
-                .map_err(|error| {
-                    Error::with_source(ErrorKind::Unavailable, "the runtime is ending", error)
-                })??;
+        let stem = names.stem.clone();
+        let path = names.lock.clone();
+        let (next, raised) = self.next_token(claim, &names, &file)?;
+        let token = next.token;
+        let record = Record {
+            grant: Some(Grant {
+                id: claim.id,
+                owner: claim.owner.to_string(),
+                pid: std::process::id(),
+                since: wall_clock(),
+                label: claim.label.as_deref().map(str::to_owned),
+            }),
+            ..next
+        };
+        let held = Arc::new(Held::new(claim, names, record, file));
+        held.write_record()?;
+        self.inner
+            .watch
+            .add(Arc::clone(&held))
+            .map_err(|error| io_error("start the thread that watches", &self.inner.path, error))?;
+        let hold = FileHold::new(held, Arc::clone(&self.inner.watch));
+
+        if let Some(raised) = raised {
+            let synced = tokio::task::spawn_blocking(move || raised.sync(&path)).await;
+            let reserved = synced.map_err(|error| {
+                Error::with_source(ErrorKind::Unavailable, "the runtime is ending", error)
+            })??;
+            hold.held().set_reserved(reserved)?;
         }
-        if hold.is_ended() {
-            return Err(Error::new(
-                ErrorKind::Lost,
-                format!("the lock on {:?} was taken away at once", claim.key),
-            ));
-        }
+        self.remember(stem, token);
         Ok(Box::new(hold))
     }
 
-    /// Takes the next token and writes down who holds the lock.
-    fn write_grant(
+    /// The record of the next token, and the number that the disk must have first, if any: steps 2
+    /// to 4 of `lock_file.rs`.
+    fn next_token(
         &self,
         claim: &Claim,
-        names: Names,
-        file: File,
-    ) -> Result<(FileHold, Option<ToSync>)> {
-        let info = lock_file::open_or_create(&names.info)
-            .map_err(|error| io_error("open", &names.info, error))?;
-        let before =
-            Record::read(&info).map_err(|error| io_error("read", &names.info, error))?;
+        names: &Names,
+        file: &File,
+    ) -> Result<(Record, Option<Raised>)> {
+        let before = lock_file::open_or_create(&names.info)
+            .and_then(|info| Record::read(&info))
+            .map_err(|error| io_error("read", &names.info, error))?;
         if let Some(other) = before.as_ref().filter(|it| it.key != claim.key.as_str()) {
             return Err(Error::new(
                 ErrorKind::Invalid,
@@ -234,95 +249,95 @@ impl Folder {
                 ),
             ));
         }
-
-        let reserved = Reserved::read(&file, &names.lock)?;
-        let token = self.next_token(&names.stem, before.as_ref(), reserved.number);
-        let record = Record {
+        let mut next = before.unwrap_or_else(|| Record {
             key: claim.key.as_str().to_owned(),
-            token,
-            grant: Some(Grant {
-                id: claim.id,
-                owner: claim.owner.to_string(),
-                pid: std::process::id(),
-                since: wall_clock(),
-                label: claim.label.as_deref().map(str::to_owned),
-            }),
-        };
-        record
-            .write(&info)
-            .map_err(|error| io_error("write", &names.info, error))?;
-        let to_sync = if token > reserved.number {
-            let number = token.saturating_add(BLOCK - 1);
-            Some(reserved.raise(&file, &names.lock, number)?)
-        } else {
-            None
-        };
-
-        let held = Arc::new(Held::new(claim.id, names.stem, record, names.info, file));
-        self.inner
-            .watch
-            .add(Arc::clone(&held))
-            .map_err(|error| io_error("start the thread that watches", &self.inner.path, error))?;
-        let hold = FileHold::new(held, Arc::clone(&self.inner.watch));
-        Ok((hold, to_sync))
+            token: 0,
+            reserved: 0,
+            grant: None,
+        });
+        match self.granted().get(&names.stem) {
+            Some(last) => next.token = next.token.max(*last),
+            None => next.reserved = 0,
+        }
+        next.token = next.token.saturating_add(1);
+        if next.token <= next.reserved {
+            return Ok((next, None));
+        }
+        let reserved = Reserved::read(file, &names.lock)?;
+        if next.reserved == 0 {
+            next.token = next.token.max(reserved.number.saturating_add(1));
+        }
+        let raised = reserved.raise(file, &names.lock, next.token)?;
+        Ok((next, Some(raised)))
     }
 
-    /// Above all tokens of this key so far: see `lock_file.rs`.
-    fn next_token(&self, stem: &str, before: Option<&Record>, reserved: u64) -> u64 {
-        let recorded = before.map(|record| record.token);
-        let mut granted = self
-            .inner
-            .granted
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let last = match (granted.get(stem).copied(), recorded) {
-            (Some(ours), Some(recorded)) => ours.max(recorded),
-            (ours, recorded) => reserved.max(ours.unwrap_or(0)).max(recorded.unwrap_or(0)),
-        };
-        let token = last.saturating_add(1);
-        if granted.len() >= REMEMBERED && !granted.contains_key(stem) {
+    fn remember(&self, stem: String, token: u64) {
+        let mut granted = self.granted();
+        if granted.len() >= REMEMBERED && !granted.contains_key(&stem) {
             granted.clear();
         }
-        granted.insert(stem.to_owned(), token);
-        token
+        granted.insert(stem, token);
+    }
+
+    fn granted(&self) -> MutexGuard<'_, HashMap<String, u64>> {
+        self.inner
+            .granted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The grant that holds the lock, and its token.
     async fn held_by(&self, names: &Names) -> Result<Option<(Grant, u64)>> {
-        let failed = |error| io_error("read", &names.info, error);
-        let read = || match File::open(&names.info) {
-            Ok(info) => Record::read(&info).map(Some),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        };
         for _ in 0..100 {
-            let Some(found) = read().map_err(failed)? else {
+            let before = read_info(names)?;
+            if matches!(before, Info::Nobody) || !is_locked(names)? {
                 return Ok(None);
-            };
-            // Half of a record is being written over, or its writer has died: look at the lock.
-            let is_locked =
-                || lock_file::is_locked(&names.lock).map_err(|error| io_error("read", &names.lock, error));
-            match found {
-                Some(Record { grant: None, .. }) => return Ok(None),
-                Some(Record { grant: Some(grant), token, .. }) => {
-                    if !is_locked()? {
-                        return Ok(None);
-                    }
-                    // The lock may have changed hands between the two looks.
-                    if read().map_err(failed)?.flatten().and_then(|it| it.grant).as_ref() == Some(&grant) {
-                        return Ok(Some((grant, token)));
-                    }
-                }
-                None if !is_locked()? => return Ok(None),
-                None => {}
+            }
+            // It may have changed hands between the two looks, or the record was half written.
+            if let Info::Grant(grant, token) = before
+                && matches!(read_info(names)?, Info::Grant(now, _) if now.id == grant.id)
+            {
+                return Ok(Some((grant, token)));
             }
             tokio::task::yield_now().await;
         }
         Err(Error::new(
             ErrorKind::Unavailable,
-            format!("{} changes too fast or cannot be read", names.info.display()),
+            format!(
+                "{} changes faster than it can be read",
+                names.info.display()
+            ),
         ))
     }
+}
+
+enum Info {
+    Nobody,
+    Grant(Grant, u64),
+    /// Half written, or by another version.
+    Unreadable,
+}
+
+fn read_info(names: &Names) -> Result<Info> {
+    let record = match File::open(&names.info) {
+        Ok(info) => Record::read(&info),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Info::Nobody),
+        Err(error) => Err(error),
+    };
+    let record = record.map_err(|error| io_error("read", &names.info, error))?;
+    Ok(match record {
+        None => Info::Unreadable,
+        Some(Record { grant: None, .. }) => Info::Nobody,
+        Some(Record {
+            grant: Some(grant),
+            token,
+            ..
+        }) => Info::Grant(grant, token),
+    })
+}
+
+fn is_locked(names: &Names) -> Result<bool> {
+    lock_file::is_locked(&names.lock).map_err(|error| io_error("look at", &names.lock, error))
 }
 
 /// The pauses of one waiter: longer and longer, up to a limit, and none like that of its neighbours.

@@ -1,11 +1,14 @@
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use leasehold_core::{Error, ErrorKind, Hold, Result, Token, Validity};
+use leasehold_core::{Claim, Error, ErrorKind, Hold, Key, Result, Token, Validity};
 use uuid::Uuid;
 
+use crate::error::io_error;
+use crate::lock_file;
+use crate::name::Names;
 use crate::record::Record;
 use crate::watch::Watch;
 
@@ -21,8 +24,8 @@ impl FileHold {
         Self { held, watch }
     }
 
-    pub(crate) fn is_ended(&self) -> bool {
-        self.held.validity.is_ended()
+    pub(crate) fn held(&self) -> &Held {
+        &self.held
     }
 
     fn let_go(&self) -> bool {
@@ -40,7 +43,7 @@ impl Drop for FileHold {
 #[async_trait]
 impl Hold for FileHold {
     fn token(&self) -> Token {
-        Token::new(self.held.record.token)
+        self.held.token
     }
 
     fn validity(&self) -> &Validity {
@@ -50,10 +53,10 @@ impl Hold for FileHold {
     /// Looks for an eviction now rather than at the next check.
     async fn renew(&mut self) -> Result<()> {
         self.watch.obey();
-        if self.held.is_free() {
-            Err(lost(&self.held))
-        } else {
+        if self.held.open().is_some() {
             Ok(())
+        } else {
+            Err(self.held.lost())
         }
     }
 
@@ -62,16 +65,9 @@ impl Hold for FileHold {
         if self.let_go() {
             Ok(())
         } else {
-            Err(lost(&self.held))
+            Err(self.held.lost())
         }
     }
-}
-
-fn lost(held: &Held) -> Error {
-    Error::new(
-        ErrorKind::Lost,
-        format!("the lock on {:?} was taken away", held.record.key),
-    )
 }
 
 /// What the hold and the watch share.
@@ -80,58 +76,85 @@ pub(crate) struct Held {
     pub(crate) grant: Uuid,
     pub(crate) stem: String,
     pub(crate) validity: Validity,
-    record: Record,
+    key: Key,
+    token: Token,
     info: PathBuf,
     /// `None` once the lock is free.
-    file: Mutex<Option<File>>,
+    open: Mutex<Option<Open>>,
+}
+
+#[derive(Debug)]
+struct Open {
+    file: File,
+    record: Record,
 }
 
 impl Held {
-    pub(crate) fn new(
-        grant: Uuid,
-        stem: String,
-        record: Record,
-        info: PathBuf,
-        file: File,
-    ) -> Self {
+    /// The lock on `file` is held; `record` is what is to be said of it.
+    pub(crate) fn new(claim: &Claim, names: Names, record: Record, file: File) -> Self {
         Self {
-            grant,
-            stem,
+            grant: claim.id,
+            stem: names.stem,
             validity: Validity::until_ended(),
-            record,
-            info,
-            file: Mutex::new(Some(file)),
+            key: claim.key.clone(),
+            token: Token::new(record.token),
+            info: names.info,
+            open: Mutex::new(Some(Open { file, record })),
+        }
+    }
+
+    /// Says who holds the lock.
+    pub(crate) fn write_record(&self) -> Result<()> {
+        match &*self.open() {
+            Some(open) => self.write(&open.record),
+            None => Err(self.lost()),
+        }
+    }
+
+    /// The disk has the number up to which tokens are reserved.
+    pub(crate) fn set_reserved(&self, reserved: u64) -> Result<()> {
+        match &mut *self.open() {
+            Some(open) => {
+                open.record.reserved = reserved;
+                self.write(&open.record)
+            }
+            None => Err(self.lost()),
         }
     }
 
     /// Frees the lock; says whether it was still held.
     pub(crate) fn free(&self) -> bool {
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(file) = file else { return false };
-        let free = Record {
-            grant: None,
-            ..self.record.clone()
+        let Some(Open { file, mut record }) = self.open().take() else {
+            return false;
         };
-        // If the record stays, the lock says that it is out of date.
-        if let Err(error) = File::options()
-            .read(true)
-            .write(true)
-            .open(&self.info)
-            .and_then(|info| free.write(&info))
-        {
-            tracing::debug!(key = self.record.key, %error, "cannot clear the record of a lock");
+        record.grant = None;
+        if let Err(error) = self.write(&record) {
+            // It stays, and whoever reads it sees by the lock that it is out of date.
+            tracing::debug!(target: "leasehold", key = %self.key, %error, "cannot clear the record");
         }
-        // Closing is not enough: a program that is just being started by another thread has the file
-        // too, until its own code begins to run, and would keep the lock so long.
+        // Closing is not enough: a program that another thread is just starting has the file too,
+        // until its own code begins to run, and would keep the lock so long.
         if let Err(error) = file.unlock() {
-            tracing::debug!(key = self.record.key, %error, "cannot unlock, closing the file");
+            tracing::debug!(target: "leasehold", key = %self.key, %error, "cannot unlock, closing");
         }
         true
     }
 
-    pub(crate) fn is_free(&self) -> bool {
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        file.is_none()
+    fn lost(&self) -> Error {
+        Error::new(
+            ErrorKind::Lost,
+            format!("the lock on {:?} was taken away", self.key),
+        )
+    }
+
+    fn write(&self, record: &Record) -> Result<()> {
+        lock_file::open_or_create(&self.info)
+            .and_then(|info| record.write(&info))
+            .map_err(|error| io_error("write", &self.info, error))
+    }
+
+    fn open(&self) -> MutexGuard<'_, Option<Open>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -5,13 +5,17 @@
 //! beyond. Tokens are taken from it in blocks, so that only one grant in a hundred waits for the
 //! disk:
 //!
-//! 1. The `.info` file has the token of the last grant, written without waiting for the disk. As long
-//!    as the machine runs, everybody reads what was last written.
-//! 2. A grant takes the next token. If that goes beyond the number here, the number is first raised
-//!    by [`BLOCK`], and only when the disk has it is the lock given out.
-//! 3. After a power failure the `.info` file may have fallen back. So a process that has not granted
-//!    this key before, and cannot know whether it comes after one, begins above the number here. One
-//!    that has granted it before has been alive since: what it reads is what was written last.
+//! 1. The `.info` file has the token of the last grant, written without waiting for the disk, and the
+//!    number up to which tokens are reserved on it. As long as the machine runs, everybody reads
+//!    there what was last written.
+//! 2. A grant takes the next token. If that is reserved, it is given out at once.
+//! 3. Else the number here is raised by [`BLOCK`]; only when the disk has it is it written to the
+//!    `.info` file as reserved, and the lock given out. If that is cut short anywhere, what was
+//!    reserved before still holds.
+//! 4. After a power failure the `.info` file may have fallen back. So a process that has not granted
+//!    this key before, and cannot know whether it comes after one, goes by the number here alone,
+//!    and reserves anew. One that has granted it before has been alive since: what it reads is what
+//!    was written last.
 //!
 //! The number stands in two places, a disk block apart, that are written in turn, each with a
 //! checksum: if the power fails while one is written the other still counts.
@@ -189,11 +193,13 @@ impl Reserved {
         })
     }
 
-    /// Raises the number to `number`. It counts once [`sync`] has come back.
-    pub(crate) fn raise(self, file: &File, path: &Path, number: u64) -> Result<ToSync> {
+    /// Raises the number so that at least `token` is below it.
+    pub(crate) fn raise(self, file: &File, path: &Path, token: u64) -> Result<Raised> {
+        let number = self.number.max(token).saturating_add(BLOCK);
         write_slot(file, SLOTS[self.next], number)
             .and_then(|()| file.try_clone())
-            .map(|file| ToSync {
+            .map(|file| Raised {
+                number,
                 file,
                 is_new: self.is_new,
             })
@@ -201,22 +207,24 @@ impl Reserved {
     }
 }
 
-/// What was written and waits for the disk.
+/// A new number that the disk does not have yet.
 #[derive(Debug)]
-pub(crate) struct ToSync {
+pub(crate) struct Raised {
+    number: u64,
     file: File,
     is_new: bool,
 }
 
-impl ToSync {
-    /// Waits for the disk: a blocking call, often of milliseconds.
-    pub(crate) fn sync(self, path: &Path) -> Result<()> {
+impl Raised {
+    /// Waits for the disk, a blocking call, often of milliseconds. Returns the number.
+    pub(crate) fn sync(self, path: &Path) -> Result<u64> {
         self.file
             .sync_data()
             .and_then(|()| match path.parent() {
                 Some(folder) if self.is_new => sync_folder(folder),
                 _ => Ok(()),
             })
+            .map(|()| self.number)
             .map_err(|error| io_error("store to disk", path, error))
     }
 }

@@ -5,9 +5,10 @@
 //! the length and a checksum of what follows, and a record that does not fit them is no record.
 //!
 //! ```text
-//! leasehold-file 1 131 0f3d6c1e52a4b798     format version, length and checksum of the rest
+//! leasehold-file 1 144 0f3d6c1e52a4b798     format version, length and checksum of the rest
 //! key order:42
 //! token 17
+//! reserved 100                             see `lock_file.rs`
 //! grant 0b5c3f0e…                           these only while it is held
 //! owner web-1:4711:6a1f…
 //! pid 4711
@@ -41,6 +42,8 @@ pub(crate) struct Record {
     pub(crate) key: String,
     /// The token of the last grant.
     pub(crate) token: u64,
+    /// Tokens up to this one are safe on the disk.
+    pub(crate) reserved: u64,
     /// `None`: nobody holds it.
     pub(crate) grant: Option<Grant>,
 }
@@ -79,6 +82,7 @@ impl Record {
         let mut body = String::with_capacity(512);
         push_line(&mut body, "key", &self.key);
         push_line(&mut body, "token", &self.token.to_string());
+        push_line(&mut body, "reserved", &self.reserved.to_string());
         if let Some(grant) = &self.grant {
             push_line(&mut body, "grant", &grant.id.to_string());
             push_line(&mut body, "owner", &grant.owner);
@@ -123,6 +127,7 @@ impl Record {
         Some(Self {
             key: value("key")?,
             token: value("token")?.parse().ok()?,
+            reserved: value("reserved")?.parse().ok()?,
             grant,
         })
     }
@@ -208,6 +213,7 @@ mod tests {
         Record {
             key: key.into(),
             token: 17,
+            reserved: 100,
             grant: Some(Grant {
                 id: Uuid::from_u128(5),
                 owner: "web-1:4711:6a1f".into(),
@@ -226,7 +232,7 @@ mod tests {
         assert_eq!(head, format!("leasehold-file 1 {} {sum}", body.len()));
         assert_eq!(
             body,
-            "key order:42\ntoken 17\ngrant 00000000-0000-0000-0000-000000000005\n\
+            "key order:42\ntoken 17\nreserved 100\ngrant 00000000-0000-0000-0000-000000000005\n\
              owner web-1:4711:6a1f\npid 4711\nsince 1764432000123\nlabel a%0ab 50%25\n"
         );
     }
@@ -241,7 +247,10 @@ mod tests {
             mixed.resize(old.len().max(new.len()), 0);
             mixed[..cut].copy_from_slice(&new[..cut]);
             let read = Record::decode(&mixed);
-            assert!(read.is_none() || read == Record::decode(&old), "mixed at {cut}");
+            assert!(
+                read.is_none() || read == Record::decode(&old),
+                "mixed at {cut}"
+            );
         }
     }
 
@@ -254,7 +263,7 @@ mod tests {
 
     #[test]
     fn later_versions_may_add_lines_and_are_else_left_alone() {
-        let body = "key a\ntoken 3\nmode shared\n";
+        let body = "key a\ntoken 3\nreserved 9\nmode shared\n";
         let text = |version: u32| {
             let sum = checksum(body.as_bytes());
             format!("leasehold-file {version} {} {sum}\n{body}", body.len())
@@ -269,7 +278,12 @@ mod tests {
         let worst = record(&"\u{1}".repeat(1024), Some(&"%".repeat(5000)));
         let bytes = worst.encode();
         assert!((bytes.len() as u64) < LONGEST);
-        let label = Record::decode(&bytes).unwrap().grant.unwrap().label.unwrap();
+        let label = Record::decode(&bytes)
+            .unwrap()
+            .grant
+            .unwrap()
+            .label
+            .unwrap();
         assert_eq!(label.len(), LONGEST_LABEL);
     }
 

@@ -24,7 +24,7 @@ use uuid::Uuid;
 use crate::hold::Held;
 
 /// How often a holder looks for evictions.
-pub(crate) const INTERVAL: Duration = Duration::from_millis(200);
+pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
 
 /// How long the thread stays when nothing is held.
 const LINGER: Duration = Duration::from_secs(5);
@@ -151,11 +151,9 @@ impl Watch {
         let mut table = self.table();
         loop {
             if table.held.is_empty() {
-                let waited = self
-                    .changed
-                    .wait_timeout_while(table, LINGER, |table| {
-                        table.held.is_empty() && !table.closing
-                    });
+                let waited = self.changed.wait_timeout_while(table, LINGER, |table| {
+                    table.held.is_empty() && !table.closing
+                });
                 table = waited.unwrap_or_else(PoisonError::into_inner).0;
                 if table.held.is_empty() {
                     table.running = false;
