@@ -11,7 +11,6 @@ use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Error, ErrorKind, Expiry, Guarantees, Hold, Holder, Key, Moment, Result, Tokens,
 };
-use uuid::Uuid;
 
 use crate::error::io_error;
 use crate::hold::{FileHold, Held};
@@ -113,7 +112,7 @@ impl Backend for Folder {
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
         let names = Names::new(&self.inner.path, &claim.key);
         let asked = Moment::now();
-        let mut pause = Pause::new(claim.id);
+        let mut pause = Pause::new();
         let mut first = true;
         loop {
             match lock_file::try_lock(&names.lock).await {
@@ -162,7 +161,7 @@ impl Backend for Folder {
         }
         watch.mark(&names.stem, found.id).map_err(mark_error)?;
         let asked = Moment::now();
-        let mut pause = Pause::new(found.id);
+        let mut pause = Pause::new();
         while asked.elapsed() < EVICTION {
             tokio::time::sleep(pause.next()).await;
             let now = self.held_by(&names).await?;
@@ -340,35 +339,24 @@ fn is_locked(names: &Names) -> Result<bool> {
     lock_file::is_locked(&names.lock).map_err(|error| io_error("look at", &names.lock, error))
 }
 
-/// The pauses of one waiter: longer and longer, up to a limit, and none like that of its neighbours.
+/// The pauses of one waiter: longer and longer, up to a limit, and out of step with its neighbours.
 struct Pause {
-    next: Duration,
-    random: u64,
+    longest: Duration,
 }
 
 impl Pause {
     const FIRST: Duration = Duration::from_millis(1);
-    const LONGEST: Duration = Duration::from_millis(50);
+    const LIMIT: Duration = Duration::from_millis(50);
 
-    /// The id makes it unlike others.
-    fn new(id: Uuid) -> Self {
-        let (high, low) = id.as_u64_pair();
+    fn new() -> Self {
         Self {
-            next: Self::FIRST,
-            random: (high ^ low) | 1,
+            longest: Self::FIRST,
         }
     }
 
-    /// Between half and all of the present length.
     fn next(&mut self) -> Duration {
-        // Marsaglia's xorshift: enough to keep waiters out of step.
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        let half = self.next / 2;
-        let share = u32::try_from(self.random % 1024).unwrap_or(0);
-        let pause = half + half * share / 1024;
-        self.next = (self.next * 2).min(Self::LONGEST);
+        let pause = self.longest.mul_f64(0.5 + fastrand::f64() / 2.0);
+        self.longest = (self.longest * 2).min(Self::LIMIT);
         pause
     }
 }
