@@ -1,0 +1,34 @@
+# `make demo` shows the main job; `make test` passes all tests. Both install what is missing.
+
+CARGO ?= cargo
+
+.PHONY: demo test verify fix
+
+## Several processes want one lock: one at a time, tokens rising.
+demo: toolchain
+	$(CARGO) build --quiet --package leasehold-cli
+	scripts/demo
+
+## All tests, on real servers.
+test: toolchain
+	scripts/install-servers
+	$(CARGO) test --workspace --all-features
+
+## Changes nothing: format, lints, documentation; licences and bans where cargo-deny is installed.
+verify: toolchain
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --all-features --no-deps --locked
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
+	else echo "cargo-deny is not installed: licences and bans were not checked"; fi
+
+## Formats, and mends what the lints can mend.
+fix: toolchain
+	$(CARGO) fmt --all
+	$(CARGO) clippy --workspace --all-features --all-targets --fix --allow-dirty --allow-staged
+
+.PHONY: toolchain
+toolchain:
+	@command -v $(CARGO) >/dev/null || { \
+	echo "Rust is missing: see https://rustup.rs (1.89 or newer)"; exit 1; }
+	@scripts/install-build-tools
