@@ -296,10 +296,6 @@ impl<T> Drop for AbortOnDrop<T> {
 
 /// Drives `waiter`, an acquire of `key` by `client`, until the store must know of it.
 ///
-/// No store tells how many wait. But a client's requests reach it in their order: when several reads
-/// have been sent and answered one after the other since, and the waiter was driven before each, its
-/// own requests have arrived too.
-///
 /// # Errors
 /// If the waiter does not wait, but ends.
 pub(crate) async fn queued<T>(
@@ -307,6 +303,22 @@ pub(crate) async fn queued<T>(
     key: &Key,
     waiter: &mut (impl Future<Output = T> + Unpin),
 ) -> anyhow::Result<()> {
+    match drive(client, key, waiter).await? {
+        None => Ok(()),
+        Some(_) => bail!("an acquire of {key} ended, though another holds it"),
+    }
+}
+
+/// Drives `waiter`, an acquire of `key` by `client`, until it ends or the store must know of it.
+///
+/// No store tells how many wait. But a client's requests reach it in their order: when several reads
+/// have been sent and answered one after the other since, and the waiter was driven before each, its
+/// own requests have arrived too.
+pub(crate) async fn drive<T>(
+    client: &dyn Backend,
+    key: &Key,
+    waiter: &mut (impl Future<Output = T> + Unpin),
+) -> anyhow::Result<Option<T>> {
     const READS: usize = 12;
     let mut reads = pin!(async {
         for _ in 0..READS {
@@ -317,12 +329,13 @@ pub(crate) async fn queued<T>(
     });
     let mut waiter = pin!(waiter);
     let both = std::future::poll_fn(|cx| {
-        if waiter.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Err(anyhow::anyhow!(
-                "an acquire of {key} ended, though another holds it"
-            )));
+        if let Poll::Ready(output) = waiter.as_mut().poll(cx) {
+            return Poll::Ready(Ok(Some(output)));
         }
-        reads.as_mut().poll(cx).map(|read| Ok(read?))
+        reads.as_mut().poll(cx).map(|read| {
+            read?;
+            Ok(None)
+        })
     });
     soon("a waiter is queued", both).await?
 }

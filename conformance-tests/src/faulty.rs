@@ -43,6 +43,8 @@ pub(crate) enum Fault {
     Fails,
     /// Once: it never reaches the store and fails.
     FailsOnce,
+    /// Once: it is done, and its answer is lost.
+    LosesAnswerOnce,
     /// Once: it is done, and the answer comes only so much later.
     LateOnce(Duration),
 }
@@ -76,10 +78,8 @@ impl Call {
         match self.take() {
             Fault::None => call.await,
             Fault::Silent => std::future::pending().await,
-            Fault::Fails | Fault::FailsOnce => Err(Error::new(
-                ErrorKind::Unavailable,
-                "the suite does not let this call through",
-            )),
+            Fault::Fails | Fault::FailsOnce => Err(unavailable()),
+            Fault::LosesAnswerOnce => call.await.and(Err(unavailable())),
             Fault::LateOnce(delay) => {
                 let answer = call.await;
                 tokio::time::sleep(delay).await;
@@ -91,10 +91,16 @@ impl Call {
     fn take(&self) -> Fault {
         let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         match *fault {
-            Fault::FailsOnce | Fault::LateOnce(_) => std::mem::take(&mut *fault),
+            Fault::FailsOnce | Fault::LosesAnswerOnce | Fault::LateOnce(_) => {
+                std::mem::take(&mut *fault)
+            }
             lasting => lasting,
         }
     }
+}
+
+fn unavailable() -> Error {
+    Error::new(ErrorKind::Unavailable, "the suite broke this call")
 }
 
 impl fmt::Debug for Call {

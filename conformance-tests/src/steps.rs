@@ -1,5 +1,6 @@
-use std::future::Future;
-use std::pin::Pin;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 /// A future that is polled so many times and then dropped, as a cancelled task would drop it at its
@@ -45,6 +46,16 @@ impl<F: Future> Future for Steps<F> {
         self.future = None;
         Poll::Ready(Step::Dropped)
     }
+}
+
+/// Counts how often `future` is polled: what it costs to wait.
+pub(crate) async fn counted<F: Future>(polls: &AtomicU64, future: F) -> F::Output {
+    let mut future = pin!(future);
+    poll_fn(|cx| {
+        polls.fetch_add(1, Ordering::Relaxed);
+        future.as_mut().poll(cx)
+    })
+    .await
 }
 
 #[cfg(test)]

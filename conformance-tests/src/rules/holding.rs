@@ -35,7 +35,7 @@ pub(super) const C2: Rule = Rule {
 
 pub(super) const C3: Rule = Rule {
     id: "C3",
-    title: "a stale release or renewal leaves the successor alone and says Lost",
+    title: "a stale release or renewal leaves the successor alone",
     checks: &[
         check!("after the lease ran out", [Lease], stale_after_expiry),
         check!("after it was taken away", [], stale_after_evict),
@@ -49,7 +49,7 @@ pub(super) const C3: Rule = Rule {
 
 pub(super) const C15: Rule = Rule {
     id: "C15",
-    title: "histories of many clients under stalls show no overlap",
+    title: "histories under stalls show no overlap",
     checks: &[
         check!(
             "clients that stop their threads",
