@@ -1,1 +1,21 @@
-//! To be written.
+#![doc = include_str!("../README.md")]
+
+mod nearest;
+mod open;
+mod options;
+mod schemes;
+mod setting;
+
+pub use leasehold_core::{
+    Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Guard, Guards, Holder, Key, Locks,
+    Memory, Owner, OwnerId, Result, Token, Tokens, Wakeup,
+};
+#[cfg(feature = "file")]
+#[doc(inline)]
+pub use leasehold_file as file;
+pub use open::open;
+
+/// For those who bring a store of their own: the traits to implement, and what they speak of.
+pub mod backend {
+    pub use leasehold_core::{Backend, Claim, Hold, Moment, Validity};
+}

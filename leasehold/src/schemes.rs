@@ -1,0 +1,37 @@
+//! The kinds of stores that a URL can name. One more is one more file and one more line here.
+
+mod file;
+mod memory;
+
+use std::pin::Pin;
+
+use leasehold_core::{Locks, Result};
+
+use crate::setting::Setting;
+
+pub(crate) const SCHEMES: &[Scheme] = &[memory::SCHEME, file::SCHEME];
+
+/// One kind of store.
+pub(crate) struct Scheme {
+    /// What the URL begins with.
+    pub(crate) name: &'static str,
+    /// How such a URL looks.
+    pub(crate) form: &'static str,
+    /// The options that only this store has.
+    pub(crate) options: &'static [&'static str],
+    /// The cargo feature that it needs.
+    pub(crate) feature: &'static str,
+    /// Opens it; `None` if the feature is off.
+    pub(crate) open: Option<fn(Address) -> Opening>,
+}
+
+pub(crate) type Opening = Pin<Box<dyn Future<Output = Result<Locks>> + Send>>;
+
+/// What a URL says to a store.
+pub(crate) struct Address {
+    /// The URL without its options, as it was given. It may contain a password: no error shows it.
+    pub(crate) text: String,
+    /// The store's own options among them.
+    #[allow(dead_code)] // unless a store with options is compiled in
+    pub(crate) settings: Vec<Setting>,
+}

@@ -1,0 +1,231 @@
+//! What `open` takes, and what it says to what it does not take.
+
+use std::time::Duration;
+
+use leasehold::{ErrorKind, Locks, open};
+
+async fn refusal(url: &str) -> String {
+    let error = open(url).await.expect_err(url);
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{url}: {error}");
+    error.to_string()
+}
+
+async fn opened(url: &str) -> Locks {
+    open(url)
+        .await
+        .unwrap_or_else(|error| panic!("{url}: {error}"))
+}
+
+#[tokio::test]
+async fn memory_is_a_store_of_its_own() {
+    let locks = opened("memory:").await;
+    let other = opened("Memory:").await;
+    let guard = locks.lock("a").await.expect("free");
+    assert!(locks.try_lock("a").await.expect("answered").is_none());
+    assert!(other.try_lock("a").await.expect("answered").is_some());
+    drop(guard);
+}
+
+#[cfg(feature = "file")]
+#[tokio::test]
+async fn a_folder_is_shared() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("my locks");
+    let path = path.to_str().expect("UTF-8");
+    let guard = opened(&format!("file:{path}")).await.lock("a").await;
+    let guard = guard.expect("free");
+    let other = opened(&format!("file://{}?ttl=10s", path.replace(' ', "%20"))).await;
+    assert!(other.try_lock("a").await.expect("answered").is_none());
+    drop(guard);
+    assert!(other.try_lock("a").await.expect("answered").is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_option_has_its_effect() {
+    let locks = opened("memory:?ttl=1m%2030s&label=nightly+import%26more").await;
+    let guard = locks.lock("a").await.expect("free");
+    let left = guard.remaining();
+    assert!(
+        left > Duration::from_secs(85) && left <= Duration::from_secs(90),
+        "{left:?}"
+    );
+    let holder = locks.holder("a").await.expect("answered").expect("held");
+    assert_eq!(holder.label.as_deref(), Some("nightly import&more"));
+
+    let locks = opened("memory:?wait=250ms&fixed_lease=10s").await;
+    let guard = locks.lock("a").await.expect("free");
+    let begun = tokio::time::Instant::now();
+    let error = locks.lock("a").await.expect_err("held");
+    assert_eq!(error.kind(), ErrorKind::Timeout);
+    assert!(begun.elapsed() >= Duration::from_millis(250));
+    guard.lost().await;
+    assert!(begun.elapsed() < Duration::from_secs(10));
+
+    let locks = opened("memory:?max_hold=1m&ttl=5s&request_limit=1s").await;
+    let begun = tokio::time::Instant::now();
+    locks.lock("a").await.expect("free").lost().await;
+    let held = begun.elapsed();
+    assert!(
+        held >= Duration::from_secs(59) && held <= Duration::from_secs(60),
+        "{held:?}"
+    );
+
+    let error = opened("memory:?wait=0s").await;
+    let guard = error.lock("a").await.expect("free");
+    assert_eq!(
+        error.lock("a").await.expect_err("held").kind(),
+        ErrorKind::Timeout
+    );
+    drop(guard);
+}
+
+#[tokio::test]
+async fn an_unknown_option_is_refused_with_the_nearest_name() {
+    for (option, meant) in [
+        ("tll", "ttl"),
+        ("TTL", "ttl"),
+        ("waits", "wait"),
+        ("fixed-lease", "fixed_lease"),
+        ("lease", "fixed_lease"),
+        ("maxhold", "max_hold"),
+        ("lable", "label"),
+        ("request_timeout", "request_limit"),
+    ] {
+        let said = refusal(&format!("memory:?{option}=1s")).await;
+        assert_eq!(
+            said,
+            format!("a memory: URL has no option {option}: did you mean {meant}?")
+        );
+    }
+    let said = refusal("memory:?colour=red").await;
+    assert!(
+        said.ends_with("there are ttl, wait, fixed_lease, max_hold, label, request_limit"),
+        "{said}"
+    );
+    // Another store's option.
+    assert!(
+        refusal("memory:?prefix=a")
+            .await
+            .contains("no option prefix")
+    );
+}
+
+#[tokio::test]
+async fn a_bad_value_is_told_what_is_right() {
+    for (option, says) in [
+        (
+            "ttl=30",
+            "ttl=30 is no length of time: write it as 30s, 500ms or 1m30s",
+        ),
+        ("ttl=", "ttl= is no length of time"),
+        ("wait=soon", "wait=soon is no length of time"),
+        ("wait=-1s", "wait=-1s is no length of time"),
+        (
+            "ttl=0s",
+            "ttl=0s cannot be: a ttl of 0ns is not possible: give one from 10ms to a year",
+        ),
+        ("ttl=1ms", "ttl=1ms cannot be"),
+        ("ttl=1000y", "ttl=1000y cannot be"),
+        ("fixed_lease=9ms", "fixed_lease=9ms cannot be"),
+        (
+            "max_hold=0s",
+            "max_hold=0s is no limit: give more than zero, or leave it out for none",
+        ),
+        ("request_limit=0ms", "request_limit=0ms is no limit"),
+        ("ttl=1s&wait=1s&ttl=2s", "the option ttl is given twice"),
+    ] {
+        let said = refusal(&format!("memory:?{option}")).await;
+        assert!(said.starts_with(says), "{option}: {said}");
+    }
+}
+
+#[tokio::test]
+async fn an_unknown_store_is_refused_with_the_nearest_name() {
+    assert_eq!(
+        refusal("memry:").await,
+        "memry: stores are not known: did you mean memory:?"
+    );
+    assert!(refusal("files:/a").await.ends_with("did you mean file:?"));
+    let said = refusal("gopher://host").await;
+    assert!(
+        said.starts_with("gopher: stores are not known: there are memory:, file:/folder"),
+        "{said}"
+    );
+    for url in ["", "/var/lib/locks", "localhost"] {
+        let said = refusal(url).await;
+        assert!(said.starts_with("this is no URL of a store"), "{said}");
+        assert!(said.contains("file:/folder"), "{said}");
+    }
+    assert!(
+        refusal("memory:orders")
+            .await
+            .contains("nothing comes after memory:")
+    );
+    assert!(
+        refusal("memory://")
+            .await
+            .contains("nothing comes after memory:")
+    );
+    assert!(refusal("memory:#a").await.contains("%23"));
+}
+
+#[cfg(feature = "file")]
+#[tokio::test]
+async fn a_folder_is_named_from_the_root_on() {
+    for url in [
+        "file:",
+        "file:locks",
+        "file:./locks",
+        "file:~/locks",
+        "file://",
+        "file:?ttl=1s",
+    ] {
+        assert!(refusal(url).await.contains("from the root on"), "{url}");
+    }
+    assert!(
+        refusal("file://host/locks")
+            .await
+            .contains("without a host")
+    );
+    assert!(refusal("file:/a%ffb").await.contains("no UTF-8"));
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("file");
+    std::fs::write(&file, "").expect("written");
+    let said = refusal(&format!("file:{}", file.display())).await;
+    assert!(said.contains("is not a folder"), "{said}");
+}
+
+#[cfg(not(feature = "file"))]
+#[tokio::test]
+async fn a_store_that_was_not_built_in_says_how() {
+    let error = open("file:/a").await.expect_err("not built in");
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_eq!(
+        error.to_string(),
+        "this program was built without file: stores: turn on the feature `file` of the crate leasehold"
+    );
+}
+
+/// Whatever is wrong with a URL, what may be a part of a password is not repeated.
+#[tokio::test]
+async fn passwords_are_not_shown() {
+    for url in [
+        "hunter2@host",
+        "hunter2:hunter2@host",
+        "me:hunter2@host:6379",
+        "rdis://me:hunter2@host",
+        "memory://me:hunter2@host",
+        "memory://me:hunter2@host?tll=1s",
+        "memory://me:pass?hunter2@host",
+        "memory://me:pass?hunter2=hunter2@host",
+        "memory://me:pass?hunter2&hunter2@host",
+        "memory://me:pass?hunter2=1&hunter2=2@host",
+        "memory://me:pass?ttl=hunter2@host",
+        "memory://me:pass#hunter2@host",
+        "file://me:hunter2@host/a",
+    ] {
+        let error = open(url).await.expect_err(url);
+        let said = format!("{error} {error:?}");
+        assert!(!said.contains("hunter2"), "{url}: {said}");
+    }
+}
