@@ -35,3 +35,47 @@ pub(crate) fn io_error(doing: &str, path: &Path, error: io::Error) -> Error {
 fn too_many_open(error: &io::Error) -> bool {
     cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_say_what_they_mean_to_the_caller() {
+        use io::ErrorKind as Io;
+        let path = Path::new("/locks/a.lock");
+        for (error, kind, says) in [
+            (
+                Io::PermissionDenied.into(),
+                ErrorKind::Other,
+                "the right to read and write",
+            ),
+            (Io::StorageFull.into(), ErrorKind::Other, "make room"),
+            (
+                Io::ReadOnlyFilesystem.into(),
+                ErrorKind::Other,
+                "can be written",
+            ),
+            (
+                Io::Unsupported.into(),
+                ErrorKind::Unsupported,
+                "knows file locks",
+            ),
+            #[cfg(unix)]
+            (
+                io::Error::from_raw_os_error(24),
+                ErrorKind::Unavailable,
+                "ulimit -n",
+            ),
+            (
+                io::Error::other("odd"),
+                ErrorKind::Other,
+                "cannot lock /locks/a.lock: odd",
+            ),
+        ] {
+            let error = io_error("lock", path, error);
+            assert_eq!(error.kind(), kind, "{error}");
+            assert!(error.to_string().contains(says), "{error}");
+        }
+    }
+}

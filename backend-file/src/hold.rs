@@ -163,3 +163,33 @@ impl Drop for Held {
         self.free();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A process between fork and exec has the same opening of the file, as a clone has.
+    #[tokio::test]
+    async fn a_copy_of_the_open_file_does_not_keep_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let claim = Claim::new(Key::new("a").unwrap(), Duration::from_secs(1)).unwrap();
+        let names = Names::new(dir.path(), &claim.key);
+        let path = names.lock.clone();
+        let file = lock_file::try_lock(&path).await.unwrap().unwrap();
+        let copy = file.try_clone().unwrap();
+        let record = Record {
+            key: "a".into(),
+            token: 1,
+            reserved: 1,
+            grant: None,
+        };
+        let held = Held::new(&claim, names, record, file);
+        assert!(lock_file::try_lock(&path).await.unwrap().is_none());
+        assert!(held.free());
+        assert!(lock_file::try_lock(&path).await.unwrap().is_some());
+        assert!(!held.free(), "once only");
+        drop(copy);
+    }
+}

@@ -314,3 +314,52 @@ fn damaged(path: &Path) -> Error {
         ),
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(unix)]
+    fn a_file_that_was_replaced_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.lock");
+        let file = open_or_create(&path).unwrap();
+        assert!(is_at(&file, &path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!is_at(&file, &path).unwrap());
+        let other = open_or_create(&path).unwrap();
+        assert!(!is_at(&file, &path).unwrap());
+        assert!(is_at(&other, &path).unwrap());
+    }
+
+    #[test]
+    fn the_number_goes_to_the_older_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.lock");
+        let file = open_or_create(&path).unwrap();
+        let raise = |token| {
+            let before = Reserved::read(&file, &path).unwrap();
+            let number = before
+                .raise(&file, &path, token)
+                .unwrap()
+                .sync(&path)
+                .unwrap();
+            let after = Reserved::read(&file, &path).unwrap();
+            assert_eq!(after.number, number);
+            assert_ne!(before.next, after.next);
+            number
+        };
+        assert_eq!(Reserved::read(&file, &path).unwrap().number, 0);
+        assert_eq!(raise(1), 101);
+        assert_eq!(raise(102), 202);
+        assert_eq!(raise(7), 302, "never lower");
+        assert_eq!(file.metadata().unwrap().len(), SLOTS[1] + SLOT_LEN as u64);
+        let first = std::fs::read_to_string(&path).unwrap();
+        assert!(
+            first.starts_with("leasehold-file 1 00000000000000000302 "),
+            "{first}"
+        );
+        assert_eq!(first.as_bytes()[SLOT_LEN - 1], b'\n');
+    }
+}

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use leasehold_core::{ErrorKind, Locks};
 use leasehold_file::Folder;
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, test_kill_process, waitpid};
 
 /// An upper bound for what takes milliseconds on an idle machine.
 const SOON: Duration = Duration::from_secs(60);
@@ -62,6 +62,12 @@ impl Helper {
 
     fn signal(&self, signal: Signal) {
         kill_process(pid(self.child.id()), signal).unwrap();
+    }
+
+    /// Stops it, and waits until it stands.
+    fn stop(&self) {
+        self.signal(Signal::STOP);
+        waitpid(Some(pid(self.child.id())), WaitOptions::UNTRACED).unwrap();
     }
 
     fn ends(mut self) {
@@ -213,7 +219,7 @@ async fn a_stopped_process_keeps_its_lock_and_obeys_when_it_goes_on() {
     let (dir, locks) = temporary();
     let holder = Helper::start("hold until lost", dir.path());
     let token: u64 = holder.says().parse().unwrap();
-    holder.signal(Signal::STOP);
+    holder.stop();
 
     let error = locks.evict("a", None).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
