@@ -45,6 +45,13 @@ const REMEMBERED: usize = 10_000;
 const EVICTION: Duration = Duration::from_secs(2);
 
 impl Folder {
+    /// What it promises.
+    pub const GUARANTEES: Guarantees = {
+        let mut guarantees = Guarantees::new(Expiry::Process, *Claim::TTL_RANGE.start());
+        guarantees.tokens = Tokens::Durable;
+        guarantees
+    };
+
     /// Opens the folder at `path`; if it does not exist it is created, for this user alone.
     ///
     /// To share it between users create it yourself, with rights for their group: the files in it
@@ -104,9 +111,7 @@ impl fmt::Debug for Folder {
 #[async_trait]
 impl Backend for Folder {
     fn guarantees(&self) -> Guarantees {
-        let mut guarantees = Guarantees::new(Expiry::Process, *Claim::TTL_RANGE.start());
-        guarantees.tokens = Tokens::Durable;
-        guarantees
+        Self::GUARANTEES
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {

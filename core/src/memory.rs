@@ -10,7 +10,7 @@ use uuid::Uuid;
 use crate::validity::LONGEST_SLEEP;
 use crate::{
     Backend, Claim, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key, Moment,
-    OwnerId, Result, Token, Tokens, Validity, Wakeup,
+    OwnerId, Result, Token, Validity, Wakeup,
 };
 
 /// Locks in the memory of this process: to test a service with, and to try things out.
@@ -43,6 +43,14 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// What it promises.
+    pub const GUARANTEES: Guarantees = {
+        let mut guarantees = Guarantees::new(Expiry::Lease, *Claim::TTL_RANGE.start());
+        guarantees.fairness = Fairness::Fifo;
+        guarantees.wakeup = Wakeup::Push;
+        guarantees
+    };
+
     /// A new, empty store.
     #[must_use]
     pub fn new() -> Self {
@@ -53,11 +61,7 @@ impl Memory {
 #[async_trait]
 impl Backend for Memory {
     fn guarantees(&self) -> Guarantees {
-        let mut guarantees = Guarantees::new(Expiry::Lease, *Claim::TTL_RANGE.start());
-        guarantees.fairness = Fairness::Fifo;
-        guarantees.wakeup = Wakeup::Push;
-        guarantees.tokens = Tokens::UntilDataLoss;
-        guarantees
+        Self::GUARANTEES
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {

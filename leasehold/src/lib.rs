@@ -19,3 +19,8 @@ pub use open::open;
 pub mod backend {
     pub use leasehold_core::{Backend, Claim, Hold, Moment, Validity};
 }
+
+/// The examples of the project's own page.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct ProjectPage;
