@@ -251,6 +251,13 @@ impl Locks {
         self.request(self.shared.backend.evict(&key, grant)).await
     }
 
+    /// How long a grant lasts unrenewed: the [ttl](Self::with_ttl), or the [fixed
+    /// lease](Self::with_fixed_lease) that stands in its place.
+    #[must_use]
+    pub fn ttl(&self) -> Duration {
+        self.options.fixed_lease.unwrap_or(self.options.ttl)
+    }
+
     /// What the backend promises.
     #[must_use]
     pub fn guarantees(&self) -> Guarantees {
@@ -374,7 +381,7 @@ impl Locks {
                 "a maximum hold or request limit of zero is not possible: give None for no limit",
             ));
         }
-        let mut claim = Claim::new(key.clone(), options.fixed_lease.unwrap_or(options.ttl))?;
+        let mut claim = Claim::new(key.clone(), self.ttl())?;
         if let Some(owner) = owner {
             claim.owner = owner.clone();
         }
