@@ -1,1 +1,17 @@
-//! To be written.
+#![doc = include_str!("../README.md")]
+
+mod backend;
+mod client;
+mod connection;
+mod error;
+mod hold;
+mod inbox;
+mod names;
+mod options;
+mod queue;
+mod request;
+mod script;
+mod value;
+
+pub use backend::Redis;
+pub use options::RedisOptions;

@@ -1,0 +1,236 @@
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
+
+use leasehold_core::{Error, ErrorKind, Moment, Result};
+use redis::aio::MultiplexedConnection;
+use redis::{
+    AsyncConnectionConfig, Cmd, PushInfo, PushKind, RedisError, RedisResult, Script, Value,
+};
+use tokio::runtime::Handle;
+use tracing::warn;
+
+use crate::client::Client;
+use crate::error;
+use crate::script::{self, PROBE};
+
+/// One connection to the server: requests go out and are answered in order, messages come in between.
+///
+/// It lives in the runtime in which it was opened. When it ends, however that happens, its client
+/// hears of it.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    /// Counts the connections of a client.
+    pub(crate) number: u64,
+    pub(crate) runtime: Handle,
+    /// Being asked whether it still lives.
+    pub(crate) suspected: AtomicBool,
+    /// The server's clock at `opened`, in µs since 1970.
+    pub(crate) server_clock: u64,
+    opened: Moment,
+    redis: MultiplexedConnection,
+    client: Weak<Client>,
+}
+
+impl Connection {
+    /// Connects and signs in, loads the scripts and opens the inbox.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if the server cannot be reached, [`ErrorKind::Unsupported`] if it
+    /// is too old or a cluster, [`ErrorKind::Other`] if it refuses us.
+    pub(crate) async fn open(client: &Arc<Client>, number: u64) -> Result<Arc<Self>> {
+        let opening = Self::opening(client, number);
+        match tokio::time::timeout(client.connect_timeout, opening).await {
+            Ok(opened) => opened,
+            Err(_elapsed) => Err(error::silent(&client.address, client.connect_timeout)),
+        }
+    }
+
+    /// Sends one call of a script. A request that is dropped or fails before it was answered makes
+    /// the connection suspect.
+    pub(crate) async fn call(self: &Arc<Self>, script: &Script, cmd: &Cmd) -> RedisResult<Value> {
+        let mut unanswered = Unanswered(Some(self));
+        let answer = script::send(&mut self.redis.clone(), script, cmd).await;
+        unanswered.0 = None;
+        if let Err(e) = &answer
+            && e.is_unrecoverable_error()
+            && let Some(client) = self.client.upgrade()
+        {
+            client.lost(self.number);
+        }
+        answer
+    }
+
+    /// Whether the server answers on it.
+    pub(crate) async fn answers(&self) -> bool {
+        let mut connection = self.redis.clone();
+        let answer = connection.send_packed_command(&redis::cmd("PING")).await;
+        answer.is_ok()
+    }
+
+    /// The server's clock by our reckoning, in ms since 1970; to be shown to people.
+    pub(crate) fn server_now(&self) -> u64 {
+        let elapsed = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        (self.server_clock / 1000).saturating_add(elapsed)
+    }
+
+    /// Tries all that will be used, so that a missing right shows now and not when somebody waits,
+    /// and warns of a server that may throw locks away.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Other`] with the ACL rules that are missing; [`ErrorKind::Unsupported`] if the
+    /// server cannot run the scripts.
+    pub(crate) async fn probe(&self, client: &Client) -> Result<()> {
+        let mut redis = self.redis.clone();
+        let refused = |e: RedisError, rule: &str| client.refused(&e, rule);
+        let ping = redis::cmd("PING").query_async::<()>(&mut redis).await;
+        ping.map_err(|e| refused(e, "+ping"))?;
+
+        let keys = client.names.probe(client.id);
+        PROBE
+            .load_async(&mut redis)
+            .await
+            .map_err(|e| refused(e, "+script|load"))?;
+        let mut call = script::call(&PROBE, &[&keys.lock, &keys.queue, &keys.token]);
+        call.arg(0).arg(client.id.to_string());
+        let failed: Vec<String> = call
+            .query_async(&mut redis)
+            .await
+            .map_err(|e| refused(e, "+evalsha"))?;
+        let mut rules: Vec<String> = Vec::new();
+        for failure in failed.chunks_exact(2) {
+            let (command, said) = (&failure[0], &failure[1]);
+            let e = redis::make_extension_error(said.clone(), None);
+            if !client.is_right_missing(said) {
+                return Err(error::map(&client.address, &e));
+            }
+            let rule = client.rule(said, &command_rule(command));
+            if !rules.contains(&rule) {
+                rules.push(rule);
+            }
+        }
+        if !rules.is_empty() {
+            return Err(client.rights_missing(&rules.join(" ")));
+        }
+
+        if let Some(policy) = evicting(&mut redis).await {
+            warn!(
+                target: "leasehold",
+                server = %client.address, policy,
+                "this server may throw locks away when its memory is full: set maxmemory-policy to noeviction"
+            );
+        }
+        Ok(())
+    }
+
+    async fn opening(client: &Arc<Client>, number: u64) -> Result<Arc<Self>> {
+        let end = End {
+            client: Arc::downgrade(client),
+            number,
+        };
+        let config = AsyncConnectionConfig::new()
+            // Requests have their own limits, and opening has ours.
+            .set_response_timeout(None)
+            .set_connection_timeout(None)
+            .set_pipeline_buffer_size(1024)
+            .set_push_sender(move |push| {
+                end.message(&push);
+                Ok::<_, ()>(())
+            });
+        let runtime = Handle::try_current().map_err(|_| no_runtime())?;
+        let opening = client
+            .opener
+            .get_multiplexed_async_connection_with_config(&config);
+        let opened = opening.await;
+        drop(config);
+        let mut redis = opened.map_err(|e| client.refused(&e, "+hello"))?;
+
+        let before = Moment::now();
+        let clock = redis::cmd("TIME")
+            .query_async::<(u64, u64)>(&mut redis)
+            .await;
+        let (seconds, micros) = clock.map_err(|e| client.refused(&e, "+time"))?;
+        for script in script::all() {
+            let loaded = script.load_async(&mut redis).await;
+            loaded.map_err(|e| client.refused(&e, "+script|load"))?;
+        }
+        let inbox = client.names.inbox(client.id);
+        let subscribed = redis.subscribe(inbox).await;
+        subscribed.map_err(|e| client.refused(&e, "+subscribe"))?;
+        Ok(Arc::new(Self {
+            number,
+            runtime,
+            suspected: AtomicBool::new(false),
+            server_clock: seconds * 1_000_000 + micros,
+            opened: before,
+            redis,
+            client: Arc::downgrade(client),
+        }))
+    }
+}
+
+pub(crate) fn no_runtime() -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        "Redis is used outside of a tokio runtime, or in one that is ending: call from within one",
+    )
+}
+
+/// Held by the task that drives the connection: receives its messages, and tells the client when
+/// that task ends, also when its whole runtime does.
+struct End {
+    client: Weak<Client>,
+    number: u64,
+}
+
+impl End {
+    fn message(&self, push: &PushInfo) {
+        if let PushKind::Message = push.kind
+            && let [_channel, Value::BulkString(text)] = &push.data[..]
+            && let Ok(text) = std::str::from_utf8(text)
+            && let Some(client) = self.client.upgrade()
+        {
+            client.message(self.number, text);
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if let Some(client) = self.client.upgrade() {
+            client.lost(self.number);
+        }
+    }
+}
+
+struct Unanswered<'a>(Option<&'a Arc<Connection>>);
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        if let Some(connection) = self.0
+            && let Some(client) = connection.client.upgrade()
+        {
+            client.suspect(connection);
+        }
+    }
+}
+
+/// What an ACL rule calls a command of the probe.
+fn command_rule(command: &str) -> String {
+    match command {
+        "PUBSUB" => "+pubsub|numsub".into(),
+        other => format!("+{}", other.to_lowercase()),
+    }
+}
+
+/// The policy by which a server throws keys away, if it does and lets us know.
+async fn evicting(redis: &mut MultiplexedConnection) -> Option<String> {
+    let info: String = redis::cmd("INFO")
+        .arg("memory")
+        .query_async(redis)
+        .await
+        .ok()?;
+    let field = |name: &str| info.lines().find_map(|line| line.strip_prefix(name));
+    let limited = field("maxmemory:").is_some_and(|limit| limit != "0");
+    let policy = field("maxmemory_policy:")?;
+    (limited && policy != "noeviction").then(|| policy.to_owned())
+}

@@ -1,0 +1,344 @@
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use leasehold_core::{Claim, Moment, Result, Token, Validity};
+use tokio::time::{sleep, timeout};
+
+use crate::client::Client;
+use crate::connection::Connection;
+use crate::error;
+use crate::hold::RedisHold;
+use crate::inbox::{Ends, Pushed, Waiter};
+use crate::names::LockKeys;
+use crate::request::{Answer, Place, Request};
+
+/// Grants a claim, waiting for its turn. Cancel safe: what the claim has on the server is withdrawn
+/// when this future is dropped.
+///
+/// The queue of a lock is a sorted set on the server: a ticket for each waiter, and with it how long
+/// the waiter counts as alive. Whoever releases hands the lock over to the first living waiter, in the
+/// same script that frees it, and tells its inbox. Nothing polls.
+///
+/// 1. *Ask.* The claim is registered in the inbox, then sent. Free: granted. Held: it got a ticket.
+///    A first request that fails is the caller's error; whether it did something on the server is not
+///    known, so it is withdrawn (step 5).
+/// 2. *Wait* for a message, and *ask again* from the same place after a third of the ttl, which keeps
+///    the place alive; when the holder's lock must have ended (the last answer said when, or a message
+///    to whoever is next), if this is the oldest waiter of this client for this lock, so that it gets
+///    the lock of a holder that crashed; and at once on another connection. Asking again may be done any number of times, by requests that overlap too: it keeps
+///    the ticket, and finds a grant whose message was lost.
+/// 3. *A grant that is answered* counts from the sending of the request: it was made or renewed after
+///    that.
+/// 4. *A grant by message* may have been made long before it is seen here: the process may have been
+///    stopped in between. It was made after the server answered "still waiting" to the newest request
+///    that it answered, if the message came after that answer; so it counts from the sending of that
+///    request. Messages and answers of one connection keep their order. A message that was here before
+///    that answer was looked at counts from the request before; one that came on another connection, or
+///    whose time is over, proves nothing, and is a reason to ask again: if the lock is ours, that
+///    renews it; if not, the place in the queue is still ours.
+/// 5. *The wait is over, or the future is dropped.* The claim is withdrawn in the background, down the
+///    connection it asked on, so that it cannot overtake a request that is still on its way. If the
+///    lock was granted in between, that hands it on.
+///
+/// Source: the lock recipe of `ZooKeeper` (a queue, each told by the one before), carried over to a
+/// server without sessions. What a grant by message may be believed answers the paused client of
+/// Kleppmann's "How to do distributed locking".
+pub(crate) async fn acquire(client: &Arc<Client>, claim: &Claim) -> Result<Option<RedisHold>> {
+    let started = Moment::now();
+    let left = |claim: &Claim| {
+        claim
+            .wait
+            .map(|wait| wait.saturating_sub(started.elapsed()))
+    };
+    let mut asker = Asker::new(client, claim);
+
+    let mut seen = match asker.ask().await? {
+        Asked::Granted(token, sent) => {
+            if let Some(hold) = asker.hold(token, Validity::new(sent, claim.ttl)) {
+                return Ok(Some(hold));
+            }
+            // Taken away before it was seen: to the end of the queue.
+            None
+        }
+        Asked::Waiting(seen) => Some(seen),
+        Asked::Refused => return Ok(None),
+    };
+    let mut ask_now = seen.is_none();
+    loop {
+        if let Some(pushed) = asker.waiter.take_pushed() {
+            match seen
+                .as_ref()
+                .and_then(|seen| seen.believe(pushed, claim.ttl))
+            {
+                Some(validity) => match asker.hold(pushed.token, validity) {
+                    Some(hold) => return Ok(Some(hold)),
+                    None => ask_now = true,
+                },
+                None => ask_now = true,
+            }
+        }
+        if let (Some(seen), Some(ends)) = (&mut seen, asker.waiter.take_holder_ends()) {
+            seen.holder_ends = Some(ends);
+        }
+        let left = left(claim);
+        if left.is_some_and(|left| left.is_zero()) {
+            return Ok(None);
+        }
+        let due = asker.due(seen.as_ref());
+        if !ask_now && !due.is_zero() {
+            let pause = left.map_or(due, |left| left.min(due));
+            tokio::select! {
+                () = asker.waiter.changed() => {}
+                () = sleep(pause) => {}
+            }
+            continue;
+        }
+        ask_now = false;
+        match asker.ask_again(left).await {
+            Ok(Some(Asked::Granted(token, sent))) => {
+                match asker.hold(token, Validity::new(sent, claim.ttl)) {
+                    Some(hold) => return Ok(Some(hold)),
+                    None => ask_now = true,
+                }
+            }
+            Ok(Some(Asked::Waiting(now))) => match asker.waiter.take_pushed() {
+                // Before or after that answer: nobody can say, so it counts from the request before.
+                Some(pushed) => {
+                    let validity = seen
+                        .as_ref()
+                        .and_then(|seen| seen.believe(pushed, claim.ttl));
+                    match validity.and_then(|validity| asker.hold(pushed.token, validity)) {
+                        Some(hold) => return Ok(Some(hold)),
+                        None => ask_now = true,
+                    }
+                }
+                None => seen = Some(now),
+            },
+            Ok(Some(Asked::Refused) | None) => {}
+            Err(e) if e.is_transient() => asker.failed(),
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// The newest answer "still waiting".
+struct Seen {
+    /// When the request left that it answers.
+    sent: Moment,
+    /// The connection it came on.
+    connection: u64,
+    /// When the lock of the holder ends if it is not renewed.
+    holder_ends: Option<Ends>,
+}
+
+impl Seen {
+    /// How long a pushed grant may be believed; `None` if it proves nothing.
+    fn believe(&self, pushed: Pushed, ttl: Duration) -> Option<Validity> {
+        if pushed.connection != self.connection {
+            return None;
+        }
+        let validity = Validity::new(self.sent, ttl);
+        (!validity.is_ended()).then_some(validity)
+    }
+}
+
+enum Asked {
+    Granted(Token, Moment),
+    Waiting(Seen),
+    Refused,
+}
+
+/// A claim while it asks and waits. Dropping it withdraws the claim.
+struct Asker<'a> {
+    client: &'a Arc<Client>,
+    claim: &'a Claim,
+    keys: LockKeys,
+    waiter: Arc<Waiter>,
+    place: Place,
+    /// The connection of the newest request.
+    asked_on: Option<Arc<Connection>>,
+    /// When that was sent, and whether it failed.
+    asked: Moment,
+    failed: bool,
+    /// Registered in the inbox, and perhaps known to the server.
+    open: bool,
+}
+
+impl<'a> Asker<'a> {
+    fn new(client: &'a Arc<Client>, claim: &'a Claim) -> Self {
+        Self {
+            client,
+            claim,
+            keys: client.names.of(&claim.key),
+            waiter: client.inbox.register(claim.id),
+            place: match claim.wait {
+                Some(Duration::ZERO) => Place::Try,
+                _ => Place::None,
+            },
+            asked_on: None,
+            asked: Moment::now(),
+            failed: false,
+            open: true,
+        }
+    }
+
+    /// Sends the claim and takes in the answer.
+    async fn ask(&mut self) -> Result<Asked> {
+        let limit = self.claim.request_limit;
+        self.asked = Moment::now();
+        let asking = async {
+            let connection = self.client.connection().await?;
+            self.asked_on = Some(connection.clone());
+            let sent = Moment::now();
+            let request = Request::Acquire {
+                claim: self.claim,
+                place: self.place,
+                keys: &self.keys,
+            };
+            if self.place == Place::None {
+                // Until an answer says which.
+                self.place = Place::Unknown;
+            }
+            let answer = self.client.request(&connection, request).await?;
+            Ok((answer, sent, connection.number))
+        };
+        let (answer, sent, connection) = timeout(limit, asking)
+            .await
+            .unwrap_or_else(|_elapsed| Err(error::silent(&self.client.address, limit)))?;
+        self.failed = false;
+        match answer {
+            Answer::Granted(token) => {
+                self.leave_queue();
+                Ok(Asked::Granted(token, sent))
+            }
+            Answer::Waiting { ticket, left } => {
+                self.join_queue(ticket);
+                Ok(Asked::Waiting(Seen {
+                    sent,
+                    connection,
+                    // A millisecond more, for it has gone only after its last one.
+                    holder_ends: left.map(|left| (sent, left + Duration::from_millis(1))),
+                }))
+            }
+            Answer::Refused => {
+                self.open = false;
+                self.client.inbox.forget(self.claim.id);
+                Ok(Asked::Refused)
+            }
+            Answer::Done | Answer::NotHeld => Err(error::unexpected(&self.client.address)),
+        }
+    }
+
+    /// The same from the queue; `None` if there is something else to look at first: a message, another
+    /// connection, the end of the wait. A request that is left behind is harmless.
+    async fn ask_again(&mut self, left: Option<Duration>) -> Result<Option<Asked>> {
+        let waiter = self.waiter.clone();
+        let before = self.client.up();
+        let client = self.client;
+        let mut over = pin!(async {
+            match left {
+                Some(left) => sleep(left).await,
+                None => std::future::pending().await,
+            }
+        });
+        let mut asking = pin!(self.ask());
+        loop {
+            tokio::select! {
+                biased;
+                asked = &mut asking => return asked.map(Some),
+                () = waiter.changed() => {
+                    let up = client.up();
+                    if waiter.has_pushed() || (before.is_some() && up != before) {
+                        return Ok(None);
+                    }
+                }
+                () = &mut over => return Ok(None),
+            }
+        }
+    }
+
+    /// How long until it is time to ask again.
+    fn due(&self, seen: Option<&Seen>) -> Duration {
+        let third = self.claim.ttl / 3;
+        if self.failed {
+            // An ailing server that answers at once must not be asked in a loop.
+            let pause = third.min(Duration::from_millis(200));
+            return pause.saturating_sub(self.asked.elapsed());
+        }
+        if seen.is_some_and(|seen| self.client.up() != Some(seen.connection)) {
+            return Duration::ZERO;
+        }
+        let keep = third.saturating_sub(self.asked.elapsed());
+        let holder_ends = seen
+            .and_then(|seen| seen.holder_ends)
+            .map(|(from, left)| left.saturating_sub(from.elapsed()));
+        match (holder_ends, self.place) {
+            (Some(ends), Place::Ticket(ticket))
+                if ends < keep && self.client.inbox.is_oldest(&self.keys.lock, ticket) =>
+            {
+                ends
+            }
+            _ => keep,
+        }
+    }
+
+    /// The newest request failed; its place is kept.
+    fn failed(&mut self) {
+        self.failed = true;
+    }
+
+    /// The lock is ours: what was the asker's is the hold's. `None` if it was taken away in the
+    /// meantime.
+    fn hold(&mut self, token: Token, validity: Validity) -> Option<RedisHold> {
+        self.client.saw(token.get());
+        if !self.client.inbox.hold(self.claim.id, token, &validity) {
+            return None;
+        }
+        self.leave_queue();
+        self.open = false;
+        Some(RedisHold::new(
+            self.client.clone(),
+            self.keys.clone(),
+            self.claim,
+            token,
+            validity,
+        ))
+    }
+
+    fn join_queue(&mut self, ticket: u64) {
+        if self.place != Place::Ticket(ticket) {
+            self.leave_queue();
+            self.place = Place::Ticket(ticket);
+            self.client
+                .inbox
+                .join(&self.keys.lock, ticket, &self.waiter);
+        }
+    }
+
+    fn leave_queue(&mut self) {
+        if let Place::Ticket(ticket) = self.place {
+            self.client.inbox.leave(&self.keys.lock, ticket);
+            self.place = Place::Unknown;
+        }
+    }
+}
+
+impl Drop for Asker<'_> {
+    fn drop(&mut self) {
+        if !self.open {
+            return;
+        }
+        let place = match self.place {
+            Place::Try => Place::None,
+            place => place,
+        };
+        self.leave_queue();
+        self.client.inbox.forget(self.claim.id);
+        if let Some(connection) = &self.asked_on {
+            let (keys, claim) = (self.keys.clone(), self.claim.id);
+            self.client
+                .cancel(connection, keys, claim, place, self.claim.ttl);
+        }
+    }
+}

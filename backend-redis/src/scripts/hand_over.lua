@@ -1,0 +1,110 @@
+-- Shared: put in front of every script that grants a lock.
+--
+-- KEYS  1 the lock  2 its queue  3 the server's token counter
+-- ARGV  1 floor: no token at or below it may be granted any more
+--
+-- The lock       leasehold:1 <claim> <token> <ttl ms> <since ms> <inbox> <owner> <label>
+-- A queue entry  1 <claim> <deadline ms> <ttl ms> <inbox> <owner> <label>, its score is the ticket
+-- An inbox       channel <prefix>leasehold:inbox:<inbox>
+-- Its messages   grant <claim> <token> <the lock's key>
+--                evict <claim> <token>
+--                next <claim> <ms>         it is the next one now, and the lock ends in so many ms
+--
+-- Numbers are doubles in Lua, exact below 2^53: tokens count microseconds and reach that in 2255.
+local LOCK, QUEUE, TOKEN = KEYS[1], KEYS[2], KEYS[3]
+
+local function digits(number)
+  return string.format('%.0f', number)
+end
+
+-- Microseconds of the server's clock.
+local function clock()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+-- The next token or ticket, above all that this server or the asking client knows of. The counter is
+-- absent on a new server and after a FLUSHALL; older tokens were below the clock then.
+local function next_token()
+  local token = redis.call('INCR', TOKEN)
+  local floor = tonumber(ARGV[1])
+  if token == 1 then
+    floor = math.max(floor, clock())
+  end
+  if token <= floor then
+    token = floor + 1
+    redis.call('SET', TOKEN, digits(token))
+  end
+  return token
+end
+
+local function inbox(id)
+  return string.sub(TOKEN, 1, -6) .. 'inbox:' .. id
+end
+
+-- Whoever is next would ask again after a third of its own ttl, which may be long after the lock of a
+-- holder with a shorter one has ended.
+local function tell_next(ttl)
+  local entry = redis.call('ZRANGE', QUEUE, 0, 0)[1]
+  local claim, own, to = string.match(entry or '', '^1 (%S+) %d+ (%d+) (%S+) ')
+  if claim and ttl * 3 < tonumber(own) then
+    redis.call('PUBLISH', inbox(to), 'next ' .. claim .. ' ' .. ttl)
+  end
+end
+
+-- Gives the lock to the first waiter that lives; says which claim got which token, or nil.
+--
+-- Alive is `me`, the caller itself, and whoever has renewed its entry within its ttl and has its
+-- inbox open on this node. Its inbox is asked for first, not by publishing to it: PUBLISH crosses to
+-- other nodes and replicas even where it returns 0. The deadline is needed as well: the inbox of a
+-- stopped process stays open, and an operator may subscribe to everything.
+--
+-- Nothing is rolled back if the script fails, so ZPOPMIN comes first: it is allowed when memory is
+-- full, and what follows it in a script is then allowed too. PUBLISH comes last: who is told, holds.
+local function hand_over(me)
+  local now
+  while true do
+    local entry = redis.call('ZPOPMIN', QUEUE)[1]
+    if not entry then
+      return nil
+    end
+    now = now or math.floor(clock() / 1000)
+    local claim, deadline, ttl, to, rest =
+      string.match(entry, '^1 (%S+) (%d+) (%d+) (%S+)( .*)$')
+    local alive = claim ~= nil and (claim == me
+      or tonumber(deadline) >= now and redis.call('PUBSUB', 'NUMSUB', inbox(to))[2] > 0)
+    if alive then
+      local token = next_token()
+      redis.call('SET', LOCK,
+        'leasehold:1 ' .. claim .. ' ' .. digits(token) .. ' ' .. ttl .. ' ' .. digits(now) .. ' ' .. to .. rest,
+        'PX', ttl)
+      if claim ~= me then
+        redis.call('PUBLISH', inbox(to), 'grant ' .. claim .. ' ' .. digits(token) .. ' ' .. LOCK)
+      end
+      tell_next(tonumber(ttl))
+      return claim, token
+    end
+  end
+end
+
+-- The queue's entry of a claim, or nil. `ticket` is its score, or '?' if the claim does not know it:
+-- an answer was lost. Then it is looked for from the newest on.
+local function find(claim, ticket)
+  local mine = '1 ' .. claim .. ' '
+  local page, from = {}, 0
+  repeat
+    if ticket == '?' then
+      page = redis.call('ZREVRANGE', QUEUE, from, from + 63)
+    else
+      page = redis.call('ZRANGEBYSCORE', QUEUE, ticket, ticket)
+    end
+    for _, entry in ipairs(page) do
+      if string.sub(entry, 1, #mine) == mine then
+        return entry
+      end
+    end
+    from = from + 64
+  until ticket ~= '?' or #page < 64
+  return nil
+end
+
