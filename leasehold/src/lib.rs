@@ -13,6 +13,9 @@ pub use leasehold_core::{
 #[cfg(feature = "file")]
 #[doc(inline)]
 pub use leasehold_file as file;
+#[cfg(feature = "redis")]
+#[doc(inline)]
+pub use leasehold_redis as redis;
 pub use open::open;
 
 /// For those who bring a store of their own: the traits to implement, and what they speak of.

@@ -2,6 +2,7 @@
 
 mod file;
 mod memory;
+mod redis;
 
 use std::pin::Pin;
 
@@ -9,7 +10,7 @@ use leasehold_core::{Locks, Result};
 
 use crate::setting::Setting;
 
-pub(crate) const SCHEMES: &[Scheme] = &[memory::SCHEME, file::SCHEME];
+pub(crate) const SCHEMES: &[Scheme] = &[memory::SCHEME, file::SCHEME, redis::PLAIN, redis::TLS];
 
 /// One kind of store.
 pub(crate) struct Scheme {
@@ -31,7 +32,21 @@ pub(crate) type Opening = Pin<Box<dyn Future<Output = Result<Locks>> + Send>>;
 pub(crate) struct Address {
     /// The URL without its options, as it was given. It may contain a password: no error shows it.
     pub(crate) text: String,
-    /// The store's own options among them.
-    #[allow(dead_code)] // unless a store with options is compiled in
+    /// Those of its options that are the store's own.
+    #[allow(
+        dead_code,
+        reason = "a build may have no store with options of its own"
+    )]
     pub(crate) settings: Vec<Setting>,
+}
+
+impl Address {
+    /// The store's own option of this name, if it is given.
+    #[allow(
+        dead_code,
+        reason = "a build may have no store with options of its own"
+    )]
+    pub(crate) fn setting(&self, name: &str) -> Option<&Setting> {
+        self.settings.iter().find(|setting| setting.name() == name)
+    }
 }

@@ -195,15 +195,98 @@ async fn a_folder_is_named_from_the_root_on() {
     assert!(said.contains("is not a folder"), "{said}");
 }
 
-#[cfg(not(feature = "file"))]
 #[tokio::test]
 async fn a_store_that_was_not_built_in_says_how() {
-    let error = open("file:/a").await.expect_err("not built in");
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert_eq!(
-        error.to_string(),
-        "this program was built without file: stores: turn on the feature `file` of the crate leasehold"
-    );
+    let mut left_out: Vec<(&str, &str, &str)> = Vec::new();
+    if cfg!(not(feature = "file")) {
+        left_out.push(("file:/a", "file", "file"));
+    }
+    if cfg!(not(feature = "redis")) {
+        left_out.push(("redis://me:hunter2@host", "redis", "redis"));
+        left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
+    }
+    for (url, scheme, feature) in left_out {
+        let error = open(url).await.expect_err("not built in");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "this program was built without {scheme}: stores: turn on the feature `{feature}` of \
+                 the crate leasehold"
+            )
+        );
+    }
+}
+
+#[cfg(feature = "redis")]
+mod redis {
+    use super::*;
+
+    #[tokio::test]
+    async fn options_are_checked_before_anything_is_sent() {
+        // Nobody listens there.
+        let server = "redis://127.0.0.1:1/0";
+        let tls = "rediss://127.0.0.1:1";
+        for (url, says) in [
+            (format!("{server}?ttl=30"), "ttl=30 is no length of time"),
+            (
+                format!("{server}?prefx=a"),
+                "a redis: URL has no option prefx: did you mean prefix?",
+            ),
+            (
+                format!("{server}?connect_timeout=0s"),
+                "connect_timeout=0s is no limit",
+            ),
+            (
+                format!("{server}?client_key=/a"),
+                "a redis: URL has no option client_key",
+            ),
+            (
+                format!("{tls}?client_key=/a"),
+                "give both client_certificate and client_key",
+            ),
+            (
+                format!("{tls}?certificate_authority=/no/such/file"),
+                "certificate_authority=/no/such/file names a file that cannot be read",
+            ),
+            ("redis:".into(), "redis://localhost"),
+            ("redis://host/orders".into(), "number of the database"),
+        ] {
+            let said = refusal(&url).await;
+            assert!(said.contains(says), "{url}: {said}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_not_there_is_unavailable() {
+        let url = "redis://me:hunter2@127.0.0.1:1/0?prefix=a&connect_timeout=20s";
+        let error = open(url).await.expect_err("nobody listens there");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        let said = format!("{error} {error:?}");
+        assert!(
+            said.contains("127.0.0.1:1") && !said.contains("hunter2"),
+            "{said}"
+        );
+    }
+
+    #[tokio::test]
+    async fn passwords_are_not_shown() {
+        for url in [
+            "redis://me:pass?hunter2@host",
+            "redis://me:pass?ttl=hunter2@host",
+            "redis://me:pass?prefix=hunter2@host&ttl=1",
+            "redis://me:pass/hunter2@host",
+            "redis://me:pass#hunter2@host",
+            "redis://me:hunter2@ho st",
+            "redis://me:hunter2@host:port",
+            "redis://me:hunter2%@host/a",
+            "rediss://hunter2:hunter2@host/a?ttl=1s",
+        ] {
+            let error = open(url).await.expect_err(url);
+            let said = format!("{error} {error:?}");
+            assert!(!said.contains("hunter2"), "{url}: {said}");
+        }
+    }
 }
 
 /// Whatever is wrong with a URL, what may be a part of a password is not repeated.

@@ -1,0 +1,77 @@
+use super::Scheme;
+#[cfg(feature = "redis")]
+use super::{Address, Opening};
+
+pub(super) const PLAIN: Scheme = Scheme {
+    name: "redis",
+    form: "redis://host",
+    options: &["prefix", "connect_timeout"],
+    feature: "redis",
+    #[cfg(feature = "redis")]
+    open: Some(open),
+    #[cfg(not(feature = "redis"))]
+    open: None,
+};
+
+pub(super) const TLS: Scheme = Scheme {
+    name: "rediss",
+    form: "rediss://host",
+    options: &[
+        "prefix",
+        "connect_timeout",
+        "certificate_authority",
+        "client_certificate",
+        "client_key",
+    ],
+    ..PLAIN
+};
+
+#[cfg(feature = "redis")]
+fn open(address: Address) -> Opening {
+    Box::pin(async move {
+        let options = opening::options(&address)?;
+        let redis = leasehold_redis::Redis::connect_with(options).await?;
+        Ok(leasehold_core::Locks::new(redis))
+    })
+}
+
+#[cfg(feature = "redis")]
+mod opening {
+    use leasehold_core::Result;
+    use leasehold_redis::RedisOptions;
+
+    use crate::schemes::Address;
+    use crate::setting::{Setting, invalid};
+
+    /// The names are those of [`RedisOptions`], and the values too, but that certificates are files.
+    pub(super) fn options(address: &Address) -> Result<RedisOptions> {
+        let mut options = RedisOptions::new(&address.text)?;
+        if let Some(prefix) = address.setting("prefix") {
+            options = options.with_prefix(prefix.text());
+        }
+        if let Some(timeout) = address.setting("connect_timeout") {
+            options = options.with_connect_timeout(timeout.limit()?);
+        }
+        if let Some(authority) = address.setting("certificate_authority") {
+            options = options.with_certificate_authority(read(authority)?);
+        }
+        match (
+            address.setting("client_certificate"),
+            address.setting("client_key"),
+        ) {
+            (None, None) => Ok(options),
+            (Some(certificate), Some(key)) => {
+                Ok(options.with_client_certificate(read(certificate)?, read(key)?))
+            }
+            _ => Err(invalid(
+                "a client shows its certificate with its key: give both client_certificate and \
+                 client_key",
+            )),
+        }
+    }
+
+    fn read(file: &Setting) -> Result<Vec<u8>> {
+        std::fs::read(file.text())
+            .map_err(|error| file.wrong(&format!("names a file that cannot be read: {error}")))
+    }
+}
