@@ -125,7 +125,7 @@ impl Backend for Folder {
                 Ok(None) => {}
                 // Once it waits, a claim outlives what may pass.
                 Err(error) if !first && error.is_transient() => {
-                    tracing::debug!(key = %claim.key, %error, "waiting on");
+                    tracing::debug!(target: "leasehold", key = %claim.key, %error, "waiting on");
                 }
                 Err(error) => return Err(error),
             }

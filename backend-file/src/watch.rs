@@ -116,7 +116,7 @@ impl Watch {
         let entries = match fs::read_dir(&self.marks) {
             Ok(entries) => entries,
             Err(error) => {
-                tracing::debug!(folder = %self.marks.display(), %error, "cannot look for evictions");
+                tracing::debug!(target: "leasehold", folder = %self.marks.display(), %error, "cannot look for evictions");
                 return;
             }
         };
@@ -129,7 +129,7 @@ impl Watch {
                 continue;
             };
             if let Err(error) = self.unmark(stem, grant) {
-                tracing::debug!(mark = %entry.path().display(), %error, "cannot remove a mark");
+                tracing::debug!(target: "leasehold", mark = %entry.path().display(), %error, "cannot remove a mark");
             }
             if held.grant == grant {
                 self.remove(&held);
