@@ -257,6 +257,33 @@ mod redis {
         }
     }
 
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_is_opened_with_its_options() {
+        let server = match leasehold_conformance::fixtures::redis::Redis::find().await {
+            Ok(server) => server,
+            Err(missing) => {
+                assert!(!missing.is_required(), "{missing}");
+                eprintln!("not tried: {missing}");
+                return;
+            }
+        };
+        let url = server.url();
+        let here = opened(&format!(
+            "{url}?prefix=here:&label=import&connect_timeout=20s"
+        ))
+        .await;
+        let same = opened(&format!("{url}?prefix=here%3A&wait=0s")).await;
+        let elsewhere = opened(&format!("{url}?prefix=elsewhere:")).await;
+        let key = format!("open-{}", std::process::id());
+        let guard = here.lock(&key).await.expect("free");
+        let holder = same.holder(&key).await.expect("answered").expect("held");
+        assert_eq!(holder.label.as_deref(), Some("import"));
+        let error = same.lock(&key).await.expect_err("held");
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert!(elsewhere.try_lock(&key).await.expect("answered").is_some());
+        guard.release().await.expect("released");
+    }
+
     #[tokio::test]
     async fn a_server_that_is_not_there_is_unavailable() {
         let url = "redis://me:hunter2@127.0.0.1:1/0?prefix=a&connect_timeout=20s";
