@@ -386,15 +386,26 @@ impl Client {
     }
 
     pub(crate) fn is_right_missing(&self, said: &str) -> bool {
-        ["NOPERM", "The user executing the script", "ACL failure"]
-            .iter()
-            .any(|sign| said.contains(sign))
+        [
+            "NOPERM",
+            "no permissions",
+            "The user executing the script",
+            "ACL failure",
+        ]
+        .iter()
+        .any(|sign| said.contains(sign))
     }
 
-    /// The ACL rule that gives the right whose lack `said` complains of: keys, channels, or `command`.
+    /// The ACL rule that gives the right whose lack `said` complains of: the command that it names, or
+    /// keys, or channels, or `command`.
     pub(crate) fn rule(&self, said: &str, command: &str) -> String {
         let prefix = self.names.prefix();
-        if said.contains("channel") {
+        let named = said
+            .split_once("run the '")
+            .and_then(|(_, rest)| rest.split_once('\''));
+        if let Some((named, _)) = named {
+            format!("+{named}")
+        } else if said.contains("channel") {
             format!("&{prefix}*")
         } else if said.contains(" key") {
             format!("~{prefix}*")

@@ -17,6 +17,21 @@ local function take()
   return {1, token}
 end
 
+-- Dead waiters behind a long hold would stay until it ends. So each newcomer to a long queue looks at
+-- four of its places, the next newcomer at the next four.
+local function sweep(number, now)
+  local length = redis.call('ZCARD', QUEUE)
+  if length >= 32 then
+    local from = number % length * 4 % length
+    for _, entry in ipairs(redis.call('ZRANGE', QUEUE, from, from + 3)) do
+      local other, deadline, _, to = fields(entry)
+      if other and not lives(deadline, to, now) then
+        redis.call('ZREM', QUEUE, entry)
+      end
+    end
+  end
+end
+
 -- 1. Free, and nobody waits.
 if redis.call('EXISTS', LOCK, QUEUE) == 0 then
   return take()
@@ -49,8 +64,12 @@ if ticket ~= '' then
   end
 end
 known = known or next_token()
-local deadline = math.floor(clock() / 1000) + ttl
-redis.call('ZADD', QUEUE, digits(known), '1 ' .. claim .. ' ' .. digits(deadline) .. ' ' .. ttl .. ' ' .. rest)
+local now = math.floor(clock() / 1000)
+redis.call('ZADD', QUEUE, digits(known),
+  '1 ' .. claim .. ' ' .. digits(now + ttl) .. ' ' .. ttl .. ' ' .. rest)
+if ticket == '' then
+  sweep(known, now)
+end
 local keep = math.max(600000, 2 * ttl)
 if redis.call('PTTL', QUEUE) < keep then
   redis.call('PEXPIRE', QUEUE, digits(keep))

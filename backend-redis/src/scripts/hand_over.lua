@@ -42,22 +42,35 @@ local function inbox(id)
   return string.sub(TOKEN, 1, -6) .. 'inbox:' .. id
 end
 
+-- The fields of a queue entry: claim, deadline, ttl, inbox, and the rest with a blank before it. Of a
+-- form that this version does not know: nothing.
+local function fields(entry)
+  return string.match(entry, '^1 (%S+) (%d+) (%d+) (%S+)( .*)$')
+end
+
+-- Whether a waiter lives: it has renewed its entry within its ttl, and its inbox is open on this node.
+--
+-- The inbox is asked for first, not by publishing to it: PUBLISH crosses to other nodes and replicas
+-- even where it returns 0. The deadline is needed as well: the inbox of a stopped process stays open,
+-- and an operator may subscribe to everything.
+local function lives(deadline, to, now)
+  return tonumber(deadline) >= now and redis.call('PUBSUB', 'NUMSUB', inbox(to))[2] > 0
+end
+
 -- Whoever is next would ask again after a third of its own ttl, which may be long after the lock of a
 -- holder with a shorter one has ended.
 local function tell_next(ttl)
   local entry = redis.call('ZRANGE', QUEUE, 0, 0)[1]
-  local claim, own, to = string.match(entry or '', '^1 (%S+) %d+ (%d+) (%S+) ')
-  if claim and ttl * 3 < tonumber(own) then
-    redis.call('PUBLISH', inbox(to), 'next ' .. claim .. ' ' .. ttl)
+  if entry then
+    local claim, _, own, to = fields(entry)
+    if claim and ttl * 3 < tonumber(own) then
+      redis.call('PUBLISH', inbox(to), 'next ' .. claim .. ' ' .. ttl)
+    end
   end
 end
 
--- Gives the lock to the first waiter that lives; says which claim got which token, or nil.
---
--- Alive is `me`, the caller itself, and whoever has renewed its entry within its ttl and has its
--- inbox open on this node. Its inbox is asked for first, not by publishing to it: PUBLISH crosses to
--- other nodes and replicas even where it returns 0. The deadline is needed as well: the inbox of a
--- stopped process stays open, and an operator may subscribe to everything.
+-- Gives the lock to the first waiter that lives, `me`, the caller itself, included; says which claim
+-- got which token, or nil.
 --
 -- Nothing is rolled back if the script fails, so ZPOPMIN comes first: it is allowed when memory is
 -- full, and what follows it in a script is then allowed too. PUBLISH comes last: who is told, holds.
@@ -69,11 +82,8 @@ local function hand_over(me)
       return nil
     end
     now = now or math.floor(clock() / 1000)
-    local claim, deadline, ttl, to, rest =
-      string.match(entry, '^1 (%S+) (%d+) (%d+) (%S+)( .*)$')
-    local alive = claim ~= nil and (claim == me
-      or tonumber(deadline) >= now and redis.call('PUBSUB', 'NUMSUB', inbox(to))[2] > 0)
-    if alive then
+    local claim, deadline, ttl, to, rest = fields(entry)
+    if claim and (claim == me or lives(deadline, to, now)) then
       local token = next_token()
       redis.call('SET', LOCK,
         'leasehold:1 ' .. claim .. ' ' .. digits(token) .. ' ' .. ttl .. ' ' .. digits(now) .. ' ' .. to .. rest,

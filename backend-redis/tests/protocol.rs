@@ -1,0 +1,462 @@
+//! What stands on the server, and what travels: keys, queue, tokens, numbers of requests.
+#![allow(clippy::unwrap_used, reason = "the helpers are parts of tests")]
+
+mod support;
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use leasehold_conformance::fixtures::redis::RedisServer;
+use leasehold_core::{Backend, ErrorKind, Locks, Moment, OwnerId, Token};
+use leasehold_redis::{Redis, RedisOptions};
+use support::*;
+use tokio::runtime::Builder;
+
+/// Any program that locks with `SET … NX PX` excludes us, and we exclude it.
+#[tokio::test]
+async fn a_plain_set_nx_px_excludes_ours_and_ours_excludes_it() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    let set = "SET lock:a token NX PX 60000";
+
+    assert_eq!(raw.get::<Option<String>>(set).await.as_deref(), Some("OK"));
+    assert!(is_taken(&client, "a").await);
+    let holder = client.holder(&key("a")).await.unwrap().unwrap();
+    assert_eq!(holder.owner.as_deref(), Some("token"));
+    assert!(
+        holder
+            .remaining
+            .is_some_and(|left| left <= Duration::from_secs(60))
+    );
+    raw.run("DEL lock:a").await;
+
+    let mut hold = granted(&client, &claim("a", LONG)).await;
+    assert_eq!(raw.get::<Option<String>>(set).await, None);
+    let value: String = raw.get("GET lock:a").await;
+    assert!(value.contains(&hold.token().to_string()), "{value}");
+    hold.release().await.unwrap();
+    assert_eq!(raw.get::<Option<String>>(set).await.as_deref(), Some("OK"));
+}
+
+#[tokio::test]
+async fn nothing_but_the_counter_is_left_when_all_is_free() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    let hold = granted(&client, &claim("a", LONG)).await;
+    let waiters: Vec<_> = (0..5).map(|_| spawn(&client, waiting("a", LONG))).collect();
+    raw.until_queued("a", 5).await;
+    let queue_ttl: u64 = raw.get("PTTL lock:leasehold:queue:a").await;
+    assert!(queue_ttl >= 590_000, "the queue lasts {queue_ttl} ms");
+    let mut holds = vec![hold];
+    for waiter in waiters {
+        holds.pop().unwrap().release().await.unwrap();
+        holds.push(served(SOON, waiter).await);
+    }
+    holds.pop().unwrap().release().await.unwrap();
+    let keys: Vec<String> = raw.get("KEYS *").await;
+    let keys: Vec<_> = keys.iter().filter(|key| !key.contains("probe")).collect();
+    assert_eq!(keys, ["lock:leasehold:token"]);
+}
+
+#[tokio::test]
+async fn two_prefixes_on_one_server_have_nothing_to_do_with_each_other() {
+    let server = server([]).await;
+    let one = connect(&server).await;
+    let options = RedisOptions::new(server.url())
+        .unwrap()
+        .with_prefix("other:");
+    let other = Redis::connect_with(options).await.unwrap();
+    let mut hold = granted(&one, &claim("a", LONG)).await;
+    let mut beside = granted(&other, &claim("a", LONG)).await;
+    let waiter = spawn(&one, waiting("a", LONG));
+    raw(&server).await.until_queued("a", 1).await;
+    beside.release().await.unwrap();
+    assert!(is_taken(&one, "a").await);
+    hold.release().await.unwrap();
+    served(SOON, waiter).await;
+}
+
+#[tokio::test]
+async fn databases_of_one_server_have_nothing_to_do_with_each_other() {
+    let server = server([]).await;
+    let one = connect(&server).await;
+    let other = Redis::connect(format!("{}/3", server.url())).await.unwrap();
+    let _hold = granted(&one, &claim("a", LONG)).await;
+    let _beside = granted(&other, &claim("a", LONG)).await;
+    assert!(is_taken(&other, "a").await);
+}
+
+/// Case 4: what an expired holder sends leaves the next one alone, and says Lost.
+#[tokio::test]
+async fn an_expired_holder_leaves_its_successor_alone() {
+    let server = server([]).await;
+    let (one, other) = (connect(&server).await, connect(&server).await);
+    let mut old = granted(&one, &claim("a", Duration::from_millis(50))).await;
+    let mut new = within(SOON, "the lock expires", other.acquire(&waiting("a", LONG)))
+        .await
+        .unwrap()
+        .unwrap();
+    let before = other.holder(&key("a")).await.unwrap();
+    assert_eq!(failed(old.renew().await).kind(), ErrorKind::Lost);
+    assert_eq!(failed(old.release().await).kind(), ErrorKind::Lost);
+    let after = other.holder(&key("a")).await.unwrap();
+    assert_eq!(before.unwrap().grant, after.unwrap().grant);
+    new.renew().await.unwrap();
+    // Case 20: the token is minted in the step that grants, so the earlier grant has the lower one.
+    assert!(old.token() < new.token());
+}
+
+/// Case 49: an owner whose lock was lost and granted again keeps the new one when the old guard goes.
+#[tokio::test]
+async fn the_same_owners_next_grant_is_untouched_by_its_old_guard() {
+    let server = server([]).await;
+    let locks = Locks::new(connect(&server).await).with_wait(SOON);
+    let me = locks.owner();
+    let old = me.lock("a").await.unwrap();
+    assert!(locks.evict("a", None).await.unwrap());
+    within(SOON, "lost fires", old.lost()).await;
+    let new = me.lock("a").await.unwrap();
+    assert_ne!(old.token(), new.token());
+    assert_eq!(failed(old.release().await).kind(), ErrorKind::Lost);
+    assert!(new.is_held());
+    let holder = locks.holder("a").await.unwrap().unwrap();
+    assert_eq!(holder.token, Some(new.token()));
+    new.release().await.unwrap();
+}
+
+/// Case 53: a release is repeated because its answer was lost, after the owner was granted the lock
+/// again.
+#[tokio::test]
+async fn a_repeated_release_leaves_the_same_owners_next_grant_alone() {
+    let server = server([]).await;
+    let (client, me) = (connect(&server).await, OwnerId::new());
+    let mut old = granted(&client, &owned(claim("a", LONG), &me)).await;
+    {
+        // It gets through, and nobody hears the answer.
+        let mut release = old.release();
+        assert!(once(&mut release).await.is_none());
+        let freed = async { while client.holder(&key("a")).await.unwrap().is_some() {} };
+        within(SOON, "the release gets through", freed).await;
+    }
+    let mut new = granted(&client, &owned(claim("a", LONG), &me)).await;
+    assert_eq!(failed(old.release().await).kind(), ErrorKind::Lost);
+    new.renew().await.unwrap();
+    assert!(is_taken(&client, "a").await);
+}
+
+/// Case 60: the eviction of a holder that was looked at is confirmed when another holds.
+#[tokio::test]
+async fn only_the_grant_that_was_looked_at_is_evicted() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    raw.run("SET lock:a foreign PX 60000").await;
+    let foreign = client.holder(&key("a")).await.unwrap().unwrap();
+    raw.run("DEL lock:a").await;
+    let mut first = granted(&client, &claim("a", LONG)).await;
+    assert!(!client.evict(&key("a"), Some(&foreign)).await.unwrap());
+    let seen = client.holder(&key("a")).await.unwrap().unwrap();
+    first.release().await.unwrap();
+    let mut second = granted(&client, &claim("a", LONG)).await;
+    assert!(!client.evict(&key("a"), Some(&seen)).await.unwrap());
+    second.renew().await.unwrap();
+    // And a foreign lock can be taken away, by an operator who means that one.
+    second.release().await.unwrap();
+    raw.run("SET lock:a foreign PX 60000").await;
+    assert!(client.evict(&key("a"), Some(&foreign)).await.unwrap());
+    assert!(!is_taken(&client, "a").await);
+}
+
+/// Case 27: tokens rise over a thousand grants, however each ended and whatever the server forgot in
+/// between, and nothing piles up.
+#[tokio::test]
+async fn tokens_rise_through_expiry_restarts_and_lost_data() {
+    let server = server([]).await;
+    let (one, other) = (connect(&server).await, connect(&server).await);
+    let mut last = Token::new(0);
+    for cycle in 0..1000 {
+        let client = if cycle % 2 == 0 { &one } else { &other };
+        let (ttl, expires) = match cycle % 50 {
+            49 => (Duration::from_millis(10), true),
+            _ => (LONG, false),
+        };
+        // A connection that a restart ended is not always known to have ended.
+        let hold = loop {
+            match client.acquire(&waiting("a", ttl)).await {
+                Ok(hold) => break hold,
+                Err(e) if e.is_transient() => {}
+                Err(e) => panic!("{e}"),
+            }
+        };
+        let mut hold = hold.unwrap();
+        assert!(
+            hold.token() > last,
+            "cycle {cycle}: {} after {last}",
+            hold.token()
+        );
+        last = hold.token();
+        if !expires {
+            hold.release().await.unwrap();
+        }
+        match cycle {
+            300 | 301 => raw(&server).await.run("FLUSHALL").await,
+            500 | 501 => server.restart().await.unwrap(),
+            700 => raw(&server).await.run("SCRIPT FLUSH").await,
+            _ => {}
+        }
+    }
+    let keys: Vec<String> = raw(&server).await.get("KEYS *").await;
+    let keys: Vec<_> = keys.iter().filter(|key| !key.contains("probe")).collect();
+    assert!(keys.len() <= 2, "{keys:?}");
+}
+
+/// Case 31: what a hand-off costs does not grow with the waiters.
+#[tokio::test]
+async fn a_hand_off_costs_two_requests_with_200_waiters() {
+    const WAITERS: usize = 200;
+    let server = server([]).await;
+    let mut raw = raw(&server).await;
+    let clients = [connect(&server).await, connect(&server).await];
+    let mut hold = granted(&clients[0], &claim("a", LONG)).await;
+    raw.run("CONFIG RESETSTAT").await;
+    let mut waiters = Vec::new();
+    for number in 0..WAITERS {
+        waiters.push(spawn(&clients[number % 2], waiting("a", LONG)));
+    }
+    raw.until_queued("a", WAITERS).await;
+    let mut served = 0;
+    let (granted, mut grants) = tokio::sync::mpsc::unbounded_channel();
+    for waiter in waiters {
+        let granted = granted.clone();
+        tokio::spawn(async move {
+            let hold = waiter.await.unwrap().unwrap().unwrap();
+            granted.send(hold).unwrap();
+        });
+    }
+    while served < WAITERS {
+        hold.release().await.unwrap();
+        hold = within(SOON, "the next is served", grants.recv())
+            .await
+            .unwrap();
+        served += 1;
+        assert!(grants.try_recv().is_err(), "two hold it");
+    }
+    let calls = raw.script_calls().await;
+    assert!(
+        calls <= 2 * WAITERS as u64,
+        "{calls} calls for {WAITERS} hand-offs"
+    );
+}
+
+#[tokio::test]
+async fn a_free_lock_costs_one_request_to_take_and_one_to_free() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    raw.run("CONFIG RESETSTAT").await;
+    for _ in 0..10 {
+        granted(&client, &claim("a", LONG))
+            .await
+            .release()
+            .await
+            .unwrap();
+    }
+    assert_eq!(raw.script_calls().await, 20);
+}
+
+/// Case 52: a foreign lock without a ttl is waited for, and its end noticed within a third of ours.
+#[tokio::test]
+async fn a_waiter_wakes_after_a_foreign_lock_was_deleted() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    raw.run("SET lock:a foreign").await;
+    let waiter = spawn(&client, waiting("a", Duration::from_secs(3)));
+    raw.until_queued("a", 1).await;
+    raw.run("DEL lock:a").await;
+    // Nobody tells: a second is owed, the rest is for a busy machine.
+    served(Duration::from_secs(11), waiter).await;
+}
+
+/// Case 52: a holder with a shorter ttl than the waiters' dies, having taken the lock when it was free
+/// and having been handed it.
+#[tokio::test]
+async fn a_waiter_wakes_after_a_holder_with_a_shorter_ttl_died() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    let short = Duration::from_millis(300);
+    let dead = granted(&client, &claim("a", short)).await;
+    let waiter = spawn(&client, waiting("a", LONG));
+    drop(dead);
+    let mut hold = served(SOON, waiter).await;
+
+    let first = spawn(&client, waiting("a", short));
+    raw.until_queued("a", 1).await;
+    let second = spawn(&client, waiting("a", LONG));
+    raw.until_queued("a", 2).await;
+    hold.release().await.unwrap();
+    drop(served(SOON, first).await);
+    served(SOON, second).await;
+}
+
+/// Case 51: fifty waiters of a process that is stopped stand in front, and an operator listens to
+/// every channel, so that their inboxes seem open.
+#[test]
+fn stopped_waiters_and_an_operator_who_listens_do_not_hold_up_the_living() {
+    let ttl = Duration::from_secs(2);
+    let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
+    let server = runtime.block_on(server([]));
+    let (mut hold, client, mut raw) = runtime.block_on(async {
+        let client = connect(&server).await;
+        let hold = granted(&client, &claim("a", LONG)).await;
+        (hold, client, raw(&server).await)
+    });
+    let operator = redis::Client::open(server.url()).unwrap();
+    let mut operator = runtime.block_on(operator.get_async_pubsub()).unwrap();
+    runtime.block_on(operator.psubscribe("*")).unwrap();
+
+    let (stopped, go_on) = stopped_client(&server, 50, ttl);
+    runtime.block_on(raw.until_queued("a", 50));
+    let waiter = {
+        let _entered = runtime.enter();
+        spawn(&client, waiting("a", ttl))
+    };
+    runtime.block_on(raw.until_queued("a", 51));
+    let released = Moment::now();
+    let hold = runtime.block_on(async {
+        hold.release().await.unwrap();
+        served(SOON, waiter).await
+    });
+    let waited = released.elapsed();
+    // Two ttls are owed, the rest is for a busy machine; one after the other it would be fifty.
+    assert!(waited < 2 * ttl + Duration::from_secs(8), "{waited:?}");
+    drop(hold);
+    drop(go_on);
+    stopped.join().unwrap();
+}
+
+/// A client with so many waiters for `a`, whose only thread stops once they are queued, until the
+/// sender is dropped.
+fn stopped_client(
+    server: &RedisServer,
+    waiters: usize,
+    ttl: Duration,
+) -> (std::thread::JoinHandle<()>, mpsc::Sender<()>) {
+    let (go_on, stopped) = mpsc::channel::<()>();
+    let url = server.url();
+    let thread = std::thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let client = runtime.block_on(Redis::connect(&url)).unwrap();
+        runtime.block_on(async {
+            for _ in 0..waiters {
+                drop(spawn(&client, waiting("a", ttl)));
+            }
+            let raw = redis::Client::open(url).unwrap();
+            let mut raw = raw.get_multiplexed_async_connection().await.unwrap();
+            let mut zcard = redis::cmd("ZCARD");
+            zcard.arg("lock:leasehold:queue:a");
+            while zcard.query_async::<usize>(&mut raw).await.unwrap() < waiters {
+                tokio::task::yield_now().await;
+            }
+        });
+        assert!(stopped.recv().is_err());
+    });
+    (thread, go_on)
+}
+
+/// Case 33: a waiter's process is stopped just before the lock is handed to it and goes on after the
+/// ttl, when another has it: the message that it finds is not believed, and it gets its turn later.
+#[test]
+fn a_grant_that_meets_a_stopped_process_is_not_believed_later() {
+    let ttl = Duration::from_millis(300);
+    let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
+    let server = runtime.block_on(server([]));
+    let (client, mut raw, mut hold) = runtime.block_on(async {
+        let client = connect(&server).await;
+        let hold = granted(&client, &claim("a", LONG)).await;
+        (client, raw(&server).await, hold)
+    });
+    let (says, said) = mpsc::channel();
+    let (go_on, stopped) = mpsc::channel();
+    let url = server.url();
+    let thread = std::thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let stopping = runtime.block_on(Redis::connect(&url)).unwrap();
+        let claim = waiting("a", ttl);
+        let mut waiter = stopping.acquire(&claim);
+        runtime.block_on(async {
+            let raw = redis::Client::open(url).unwrap();
+            let mut raw = raw.get_multiplexed_async_connection().await.unwrap();
+            let mut zcard = redis::cmd("ZCARD");
+            zcard.arg("lock:leasehold:queue:a");
+            while zcard.query_async::<usize>(&mut raw).await.unwrap() < 1 {
+                assert!(once(&mut waiter).await.is_none());
+                tokio::task::yield_now().await;
+            }
+        });
+        says.send(()).unwrap();
+        stopped.recv().unwrap();
+        let hold = runtime.block_on(waiter).unwrap().unwrap();
+        (hold.token(), hold.validity().is_ended())
+    });
+    said.recv().unwrap();
+    let successor = runtime.block_on(async {
+        hold.release().await.unwrap();
+        let handed_over = client.holder(&key("a")).await.unwrap();
+        assert!(handed_over.is_some(), "the stopped client was passed over");
+        let waiter = spawn(&client, waiting("a", LONG));
+        served(SOON, waiter).await
+    });
+    go_on.send(()).unwrap();
+    // It must not come back with a guard while the other holds: it asks, and queues up again.
+    runtime.block_on(raw.until_queued("a", 1));
+    let (token, ended) = runtime.block_on(async {
+        let mut successor = successor;
+        let token = successor.token();
+        assert!(!thread.is_finished());
+        successor.release().await.unwrap();
+        let thread = tokio::task::spawn_blocking(|| thread.join().unwrap());
+        let (late, ended) = within(SOON, "it is served in the end", thread)
+            .await
+            .unwrap();
+        assert!(late > token, "the old grant");
+        (late, ended)
+    });
+    assert!(!ended, "granted {token} without validity");
+}
+
+/// Case 57: clients crash and come back behind a long hold; the queue does not keep them all.
+#[tokio::test]
+async fn the_queue_stays_near_the_living_when_clients_crash() {
+    let server = server([]).await;
+    let (client, mut raw) = (connect(&server).await, raw(&server).await);
+    let _hold = granted(&client, &claim("a", LONG)).await;
+    let alive: Vec<_> = (0..5).map(|_| spawn(&client, waiting("a", LONG))).collect();
+    raw.until_queued("a", 5).await;
+    let mut queued = 5;
+    for _round in 0..40 {
+        let url = server.url();
+        let crashing = std::thread::spawn(move || {
+            let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let client = Redis::connect(url).await.unwrap();
+                let waiters: Vec<_> = (0..10).map(|_| waiting("a", LONG)).collect();
+                let mut waiters: Vec<_> =
+                    waiters.iter().map(|claim| client.acquire(claim)).collect();
+                for waiter in &mut waiters {
+                    // Until the server has put it in the queue: then a second request is due much later.
+                    let asked = tokio::time::timeout(Duration::from_millis(20), waiter).await;
+                    assert!(asked.is_err());
+                }
+                // A crash withdraws nothing.
+                std::mem::forget(waiters);
+            });
+        });
+        tokio::task::spawn_blocking(|| crashing.join().unwrap())
+            .await
+            .unwrap();
+        queued += 10;
+    }
+    let length: usize = raw.get("ZCARD lock:leasehold:queue:a").await;
+    assert!(length < queued / 4, "{length} of {queued} are kept, 5 live");
+    let queue_ttl: i64 = raw.get("PTTL lock:leasehold:queue:a").await;
+    assert!((1..=600_000).contains(&queue_ttl), "{queue_ttl}");
+    assert!(alive.iter().all(|waiter| !waiter.is_finished()));
+}
