@@ -261,16 +261,21 @@ impl Servant {
             queued(&*self.client, &name, &mut waiter).await?;
             let (servant, first) = (self.clone(), Arc::clone(&first));
             tokio::spawn(async move {
-                let guard = waiter.await?;
-                let since = history::now();
-                if guard.is_held()
+                let answer = match waiter.await {
+                    Ok(guard) => {
+                        let since = history::now();
+                        let held = guard.is_held();
+                        servant.keep(guard);
+                        held.then(|| since.as_nanos().to_string())
+                    }
+                    Err(error) => Some(format!("error {error}")),
+                };
+                if let Some(answer) = answer
                     && let Some(first) = lock(&first).take()
                 {
                     // The answer may not be asked for.
-                    drop(first.send(since.as_nanos().to_string()));
+                    drop(first.send(answer));
                 }
-                servant.keep(guard);
-                leasehold_core::Result::<()>::Ok(())
             });
         }
         Ok(())

@@ -17,4 +17,4 @@ pub use harness::{Control, Harness, Store};
 pub use proxy::{Flow, Proxy};
 pub use rule::{Check, Need, Rule};
 pub use rules::RULES;
-pub use runner::{Outcome, SEED, Verdict, judge, main};
+pub use runner::{Outcome, SEED, Verdict, be_child, judge, main};

@@ -24,8 +24,8 @@ pub const SEED: &str = "LEASEHOLD_SEED";
 /// reason.
 #[must_use]
 pub fn main(harness: impl Harness) -> ExitCode {
-    if let Some(address) = child::address() {
-        return be_child(&harness, &address);
+    if let Some(code) = be_child(&harness) {
+        return code;
     }
     let mut arguments = Arguments::from_args();
     // Checks wait more than they work.
@@ -37,6 +37,22 @@ pub fn main(harness: impl Harness) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// If this process was started by the suite to be a client of its own, it is that until it is told to
+/// end. [`main`] does this; a program with a `main` of its own that uses [`judge`] does it first.
+#[must_use]
+pub fn be_child(harness: &impl Harness) -> Option<ExitCode> {
+    let address = child::address()?;
+    let served =
+        new_runtime().and_then(|runtime| runtime.block_on(child::serve(harness, &address)));
+    Some(match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("a client in a process of its own: {error:#}");
+            ExitCode::FAILURE
+        }
+    })
 }
 
 /// What became of one check.
@@ -209,17 +225,6 @@ impl Case {
         });
         runtime.shutdown_timeout(Duration::from_secs(10));
         outcome
-    }
-}
-
-fn be_child(harness: &dyn Harness, address: &str) -> ExitCode {
-    let served = new_runtime().and_then(|runtime| runtime.block_on(child::serve(harness, address)));
-    match served {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("a client in a process of its own: {error:#}");
-            ExitCode::FAILURE
-        }
     }
 }
 

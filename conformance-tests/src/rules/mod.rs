@@ -1,6 +1,7 @@
 //! The table of rules. The text of each is in `CONTRACT.md`.
 
 mod ending;
+mod faults;
 mod holding;
 mod naming;
 mod owning;
@@ -32,4 +33,13 @@ pub const RULES: &[Rule] = &[
     waiting::C20,
     owning::C21,
     ending::C22,
+    faults::F1,
+    faults::F2,
+    faults::F3,
+    faults::F4,
+    faults::F5,
+    faults::F6,
+    faults::F7,
+    faults::F8,
+    faults::F9,
 ];
