@@ -76,7 +76,7 @@ pub enum Outcome {
     Failed(String),
 }
 
-/// Runs the checks of the rule with this id, and says what became of each.
+/// Runs the checks of the rule with this id, all at the same time, and says what became of each.
 ///
 /// # Panics
 /// If there is no such rule, or the store is missing or not reached.
@@ -85,21 +85,31 @@ pub fn judge(harness: Arc<dyn Harness>, id: &str) -> Vec<Verdict> {
     let rule = rules::RULES.iter().find(|rule| rule.id == id);
     let rule = rule.unwrap_or_else(|| panic!("there is no rule {id}"));
     let suite = Suite::start(harness).unwrap_or_else(|error| panic!("{error:#}"));
-    let (store, guarantees) = suite
-        .found
-        .as_ref()
-        .unwrap_or_else(|missing| panic!("{missing}"));
-    let verdict = |check: &Check| {
-        let outcome = match check.unmet(guarantees, store) {
-            Some(reason) => Outcome::Ignored(reason),
-            None => suite.case(rule, check, store, guarantees).run(),
-        };
-        Verdict {
-            check: check.name,
-            outcome,
-        }
+    let (store, guarantees) = match &suite.found {
+        Ok(found) => found,
+        Err(missing) => panic!("{missing}"),
     };
-    rule.checks.iter().map(verdict).collect()
+    let judge = |check: &'static Check| {
+        let case = suite.case(rule, check, store, guarantees);
+        std::thread::spawn(move || case.run())
+    };
+    let running = rule.checks.iter().map(|check| {
+        let unmet = check.unmet(guarantees, store);
+        (check.name, unmet.map_or_else(|| Ok(judge(check)), Err))
+    });
+    let running = running.collect::<Vec<_>>();
+    let verdicts = running.into_iter().map(|(check, running)| {
+        let outcome = match running {
+            Ok(running) => running
+                .join()
+                .unwrap_or_else(|_panic| Outcome::Failed("it panicked".into())),
+            Err(reason) => Outcome::Ignored(reason),
+        };
+        Verdict { check, outcome }
+    });
+    let verdicts = verdicts.collect();
+    suite.end();
+    verdicts
 }
 
 impl From<Outcome> for Result<Completion, Failed> {

@@ -193,12 +193,7 @@ async fn names_never_meet(cx: Cx) -> anyhow::Result<()> {
         let key = Key::new(&name)?;
         let wanted = waiting(&key, Cx::LONG);
         // If two names were one lock, this would wait for itself.
-        let hold = within(
-            after(Cx::LONG),
-            "a free name is granted",
-            one.acquire(&wanted),
-        )
-        .await;
+        let hold = soon("a free name is granted", one.acquire(&wanted)).await;
         let hold = hold.with_context(|| format!("the name {name:?}"))?;
         let hold = hold.with_context(|| format!("the name {name:?}"))?;
         held.push((

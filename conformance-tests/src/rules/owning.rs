@@ -1,6 +1,7 @@
 //! Owners, their releases, and operators who look and take away.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use leasehold_core::ErrorKind;
@@ -117,9 +118,12 @@ async fn unanswered_release_is_harmless(cx: Cx) -> anyhow::Result<()> {
     let next = soon("granted again", me.lock(&key)).await??;
     ensure!(next.token() > token, "the old grant again");
     // Whatever is repeated is repeated by then.
-    while faulty.calls().release.begun() < 2 {
-        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-    }
+    let repeated = async {
+        while faulty.calls().release.begun() < 2 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    soon("the release is repeated", repeated).await?;
     refused(&*other, &key).await?;
     ensure!(next.is_held(), "a repeated release took the next grant");
     next.release().await?;

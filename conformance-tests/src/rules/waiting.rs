@@ -457,6 +457,8 @@ async fn hand_offs(cx: &Cx, waiters: usize, rounds: usize) -> anyhow::Result<Cos
                 drop(ready);
                 let hold = counted(&counter, waiter).await?;
                 let mut hold = hold.context("a claim without a limit gave up")?;
+                // Held for a moment, so that whoever was woken in vain sees it taken.
+                tokio::time::sleep(Duration::from_millis(2)).await;
                 hold.release().await?;
                 anyhow::Ok(())
             });

@@ -1,0 +1,381 @@
+//! The memory backend with one flaw, as a real backend might have it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use leasehold_conformance::fixtures::Missing;
+use leasehold_conformance::{Harness, Store};
+use leasehold_core::{
+    Backend, Claim, Error, ErrorKind, Guarantees, Hold, Holder, Key, Memory, Moment, Result, Token,
+    Validity,
+};
+use tokio::sync::Notify;
+use tokio::time::sleep;
+
+/// What is wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Flaw {
+    /// Grants whatever is asked for.
+    GrantsAll,
+    /// Looks whether the key is free, and then grants.
+    ChecksThenGrants,
+    /// Says Ok to a release and does nothing.
+    ForgetsRelease,
+    /// Releases whatever holds the key, and says Ok.
+    FreesByKey,
+    /// Keeps locks for a year, whatever ttl was asked for.
+    NeverExpires,
+    /// Goes on acquiring when the future is dropped.
+    AcquiresInATask,
+    /// Folds upper and lower case.
+    FoldsCase,
+    /// Cuts names at the first NUL.
+    CutsAtNul,
+    /// Shows the same token for all grants.
+    ConstantToken,
+    /// Lets waiters try again and again, in no order.
+    Polls,
+    /// Says Ok to a renewal and does nothing.
+    RenewsNothing,
+    /// Believes four times as long as it was promised.
+    BelievesTooLong,
+    /// Takes a wait below a millisecond for one without limit.
+    WaitsForEver,
+    /// Never repeats a release that was begun.
+    ReleasesOnce,
+    /// Keeps the lock alive by a task of its own until it is told to release.
+    RenewsByItself,
+    /// Fails with ttls of more than 24 days: milliseconds in 32 bits.
+    ShortNumbers,
+    /// Grants a client what it holds already.
+    KnowsClientsOnly,
+    /// Wakes all waiters at each release.
+    WakesAll,
+    /// Takes away whatever grant there is.
+    EvictsAny,
+    /// Needs a runtime where a hold is dropped.
+    SpawnsOnDrop,
+}
+
+/// Clients of one memory with the flaw.
+#[derive(Debug)]
+pub(crate) struct Flawed {
+    flaw: Flaw,
+    memory: Memory,
+    released: Arc<Notify>,
+}
+
+impl Flawed {
+    pub(crate) fn new(flaw: Flaw) -> Self {
+        Self {
+            flaw,
+            memory: Memory::new(),
+            released: Arc::default(),
+        }
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        Client {
+            flaw: self.flaw,
+            memory: self.memory.clone(),
+            released: Arc::clone(&self.released),
+            held: Arc::default(),
+        }
+    }
+}
+
+#[async_trait]
+impl Harness for Flawed {
+    async fn start(&self) -> Result<Store, Missing> {
+        Ok(Store::new("memory"))
+    }
+
+    async fn connect(&self, _address: &str) -> Result<Box<dyn Backend>> {
+        Ok(Box::new(self.client()))
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Client {
+    flaw: Flaw,
+    memory: Memory,
+    released: Arc<Notify>,
+    /// What this client holds, for [`Flaw::KnowsClientsOnly`].
+    held: Arc<Mutex<HashMap<Key, Token>>>,
+}
+
+#[async_trait]
+impl Backend for Client {
+    fn guarantees(&self) -> Guarantees {
+        self.memory.guarantees()
+    }
+
+    async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
+        let mut inner = claim.clone();
+        inner.key = self.key(&claim.key)?;
+        let sent = Moment::now();
+        let hold = match self.flaw {
+            Flaw::GrantsAll => {
+                inner.key = Key::new(claim.id.to_string())?;
+                self.memory.acquire(&inner).await
+            }
+            Flaw::ChecksThenGrants => {
+                if self.memory.holder(&claim.key).await?.is_none() {
+                    tokio::task::yield_now().await;
+                    let mut now = inner.clone();
+                    now.wait = Some(Duration::ZERO);
+                    if let Some(hold) = self.memory.acquire(&now).await? {
+                        return Ok(Some(hold));
+                    }
+                    // Taken meanwhile, and overwritten.
+                    inner.key = Key::new(claim.id.to_string())?;
+                }
+                self.memory.acquire(&inner).await
+            }
+            Flaw::NeverExpires => {
+                inner.ttl = *Claim::TTL_RANGE.end();
+                self.memory.acquire(&inner).await
+            }
+            Flaw::AcquiresInATask => {
+                let memory = self.memory.clone();
+                let task = tokio::spawn(async move { memory.acquire(&inner).await });
+                task.await.expect("no panic")
+            }
+            Flaw::Polls => self.poll(&inner).await,
+            Flaw::WaitsForEver => {
+                let short = |wait: &Duration| !wait.is_zero() && wait.as_millis() == 0;
+                inner.wait = inner.wait.filter(|wait| !short(wait));
+                self.memory.acquire(&inner).await
+            }
+            Flaw::ShortNumbers if i32::try_from(claim.ttl.as_millis()).is_err() => Err(Error::new(
+                ErrorKind::Other,
+                "not an integer or out of range",
+            )),
+            Flaw::KnowsClientsOnly => {
+                let held = self.held.lock().expect("sound").get(&claim.key).copied();
+                match held {
+                    Some(token) => Ok(Some(Box::new(Again {
+                        token,
+                        validity: Validity::new(sent, claim.ttl),
+                    }) as Box<dyn Hold>)),
+                    None => self.memory.acquire(&inner).await,
+                }
+            }
+            Flaw::WakesAll => self.herd(&inner).await,
+            _ => self.memory.acquire(&inner).await,
+        }?;
+        let Some(hold) = hold else { return Ok(None) };
+        if self.flaw == Flaw::KnowsClientsOnly {
+            let mut held = self.held.lock().expect("sound");
+            held.insert(claim.key.clone(), hold.token());
+        }
+        let hold = FlawedHold::new(self.clone(), claim, sent, hold);
+        Ok(Some(Box::new(hold)))
+    }
+
+    async fn holder(&self, key: &Key) -> Result<Option<Holder>> {
+        let holder = self.memory.holder(&self.key(key)?).await?;
+        Ok(holder.map(|mut holder| {
+            if self.flaw == Flaw::ConstantToken {
+                holder.token = Some(Token::new(1));
+            }
+            holder
+        }))
+    }
+
+    async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
+        let grant = grant.filter(|_| self.flaw != Flaw::EvictsAny);
+        self.memory.evict(&self.key(key)?, grant).await
+    }
+}
+
+impl Client {
+    fn key(&self, key: &Key) -> Result<Key> {
+        let text = key.as_str();
+        match self.flaw {
+            Flaw::FoldsCase => Key::new(text.to_lowercase()),
+            Flaw::CutsAtNul => {
+                Key::new(format!("={}", text.split('\0').next().unwrap_or_default()))
+            }
+            _ => Ok(key.clone()),
+        }
+    }
+
+    async fn poll(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
+        let start = Moment::now();
+        let mut now = claim.clone();
+        now.wait = Some(Duration::ZERO);
+        loop {
+            if let Some(hold) = self.memory.acquire(&now).await? {
+                return Ok(Some(hold));
+            }
+            if claim.wait.is_some_and(|wait| start.elapsed() >= wait) {
+                return Ok(None);
+            }
+            sleep(Duration::from_micros(fastrand::u64(100..3000))).await;
+        }
+    }
+
+    async fn herd(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
+        let mut now = claim.clone();
+        now.wait = Some(Duration::ZERO);
+        loop {
+            let released = self.released.notified();
+            if let Some(hold) = self.memory.acquire(&now).await? {
+                return Ok(Some(hold));
+            }
+            if claim.wait == Some(Duration::ZERO) {
+                return Ok(None);
+            }
+            released.await;
+        }
+    }
+}
+
+#[derive(Debug)]
+struct FlawedHold {
+    client: Client,
+    key: Key,
+    ttl: Duration,
+    inner: Option<Box<dyn Hold>>,
+    validity: Validity,
+    release_begun: AtomicBool,
+}
+
+impl FlawedHold {
+    fn new(client: Client, claim: &Claim, sent: Moment, mut inner: Box<dyn Hold>) -> Self {
+        let validity = match client.flaw {
+            Flaw::BelievesTooLong => Validity::new(sent, claim.ttl * 4),
+            Flaw::NeverExpires | Flaw::RenewsNothing => Validity::new(sent, claim.ttl),
+            _ => inner.validity().clone(),
+        };
+        let token = inner.token();
+        let inner = match client.flaw {
+            Flaw::RenewsByItself => {
+                let again = Again {
+                    token,
+                    validity: validity.clone(),
+                };
+                let ttl = claim.ttl;
+                tokio::spawn(async move {
+                    while inner.renew().await.is_ok() {
+                        sleep(ttl / 3).await;
+                    }
+                });
+                Box::new(again)
+            }
+            _ => inner,
+        };
+        Self {
+            client,
+            key: claim.key.clone(),
+            ttl: claim.ttl,
+            inner: Some(inner),
+            validity,
+            release_begun: AtomicBool::new(false),
+        }
+    }
+
+    fn inner(&mut self) -> &mut dyn Hold {
+        self.inner.as_mut().expect("until dropped").as_mut()
+    }
+}
+
+#[async_trait]
+impl Hold for FlawedHold {
+    fn token(&self) -> Token {
+        match self.client.flaw {
+            Flaw::ConstantToken => Token::new(1),
+            _ => self.inner.as_ref().expect("until dropped").token(),
+        }
+    }
+
+    fn validity(&self) -> &Validity {
+        &self.validity
+    }
+
+    async fn renew(&mut self) -> Result<()> {
+        let sent = Moment::now();
+        match self.client.flaw {
+            Flaw::RenewsNothing => {}
+            Flaw::BelievesTooLong | Flaw::NeverExpires => self.inner().renew().await?,
+            _ => return self.inner().renew().await,
+        }
+        let factor = if self.client.flaw == Flaw::BelievesTooLong {
+            4
+        } else {
+            1
+        };
+        self.validity.extend(sent, self.ttl * factor);
+        Ok(())
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        match self.client.flaw {
+            Flaw::ForgetsRelease => Ok(()),
+            Flaw::FreesByKey => {
+                let memory = self.client.memory.clone();
+                memory.evict(&self.key, None).await.map(drop)
+            }
+            Flaw::ReleasesOnce => {
+                if self.release_begun.swap(true, Ordering::Relaxed) {
+                    return Ok(());
+                }
+                tokio::task::yield_now().await;
+                self.inner().release().await
+            }
+            Flaw::KnowsClientsOnly => {
+                self.client.held.lock().expect("sound").remove(&self.key);
+                self.inner().release().await
+            }
+            Flaw::RenewsByItself => {
+                let memory = self.client.memory.clone();
+                memory.evict(&self.key, None).await.map(drop)
+            }
+            Flaw::WakesAll => {
+                let released = self.inner().release().await;
+                self.client.released.notify_waiters();
+                released
+            }
+            _ => self.inner().release().await,
+        }
+    }
+}
+
+impl Drop for FlawedHold {
+    fn drop(&mut self) {
+        if self.client.flaw == Flaw::SpawnsOnDrop {
+            let inner = self.inner.take();
+            tokio::spawn(async move { drop(inner) });
+        }
+    }
+}
+
+/// A grant that is only said to be one.
+#[derive(Debug)]
+struct Again {
+    token: Token,
+    validity: Validity,
+}
+
+#[async_trait]
+impl Hold for Again {
+    fn token(&self) -> Token {
+        self.token
+    }
+
+    fn validity(&self) -> &Validity {
+        &self.validity
+    }
+
+    async fn renew(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,124 @@
+//! The suite itself is tested: each rule must catch a backend that breaks it.
+
+mod flawed;
+#[path = "../server/mod.rs"]
+mod server;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use flawed::{Flaw, Flawed};
+use leasehold_conformance::{Harness, Outcome, RULES, be_child, judge};
+use leasehold_core::{Backend, Memory};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use server::{Flaw as ServerFlaw, Served};
+
+/// Which flaws each rule must catch. The same backends without a flaw pass in `tests/memory.rs` and
+/// `tests/served.rs`.
+const MUTANTS: &[(&str, Mutant)] = &[
+    ("C1", Mutant::Memory(Flaw::GrantsAll)),
+    ("C1", Mutant::Memory(Flaw::ChecksThenGrants)),
+    ("C2", Mutant::Memory(Flaw::ForgetsRelease)),
+    ("C3", Mutant::Memory(Flaw::FreesByKey)),
+    ("C4", Mutant::Memory(Flaw::NeverExpires)),
+    ("C5", Mutant::Memory(Flaw::AcquiresInATask)),
+    ("C6", Mutant::Memory(Flaw::FoldsCase)),
+    ("C6", Mutant::Memory(Flaw::CutsAtNul)),
+    ("C7", Mutant::Memory(Flaw::ConstantToken)),
+    ("C8", Mutant::Memory(Flaw::Polls)),
+    ("C8", Mutant::Server(ServerFlaw::ServesTheDead)),
+    ("C9", Mutant::Server(ServerFlaw::NeverExpires)),
+    ("C10", Mutant::Memory(Flaw::RenewsNothing)),
+    ("C11", Mutant::Memory(Flaw::BelievesTooLong)),
+    ("C12", Mutant::Memory(Flaw::WaitsForEver)),
+    ("C13", Mutant::Memory(Flaw::ReleasesOnce)),
+    ("C13", Mutant::Memory(Flaw::RenewsByItself)),
+    ("C14", Mutant::Memory(Flaw::ShortNumbers)),
+    ("C15", Mutant::Memory(Flaw::BelievesTooLong)),
+    ("C15", Mutant::Memory(Flaw::ConstantToken)),
+    ("C16", Mutant::Memory(Flaw::KnowsClientsOnly)),
+    ("C17", Mutant::Memory(Flaw::RenewsByItself)),
+    ("C18", Mutant::Memory(Flaw::KnowsClientsOnly)),
+    ("C19", Mutant::Memory(Flaw::AcquiresInATask)),
+    ("C20", Mutant::Memory(Flaw::WakesAll)),
+    ("C21", Mutant::Memory(Flaw::EvictsAny)),
+    ("C22", Mutant::Memory(Flaw::SpawnsOnDrop)),
+    ("F1", Mutant::Server(ServerFlaw::EndsAtFirstError)),
+    ("F2", Mutant::Server(ServerFlaw::BelievesTooLong)),
+    ("F3", Mutant::Server(ServerFlaw::NeverReconnects)),
+    ("F4", Mutant::Server(ServerFlaw::BelievesTooLong)),
+    ("F5", Mutant::Server(ServerFlaw::KeepsOrphans)),
+    ("F7", Mutant::Server(ServerFlaw::NeverExpires)),
+    ("F8", Mutant::Server(ServerFlaw::TrustsTheWire)),
+    ("F9", Mutant::Server(ServerFlaw::ConstantToken)),
+    ("F9", Mutant::Server(ServerFlaw::BelievesTooLong)),
+];
+
+/// Rules for which no flawed backend can be made here, and why.
+const WITHOUT: &[(&str, &str)] = &[("F6", "needs three servers that elect a leader")];
+
+#[derive(Debug, Clone, Copy)]
+enum Mutant {
+    Memory(Flaw),
+    Server(ServerFlaw),
+}
+
+fn main() -> ExitCode {
+    if let Some(code) = server::be_server(store) {
+        return code;
+    }
+    // A child learns its flaw from the address.
+    if let Some(code) = be_child(&Served(ServerFlaw::None)) {
+        return code;
+    }
+    let mut arguments = Arguments::from_args();
+    // They wait more than they work.
+    arguments.test_threads.get_or_insert(16);
+    let mut trials = vec![Trial::test("every rule has a mutant", every_rule_has_one)];
+    trials.extend(MUTANTS.iter().map(|&(rule, mutant)| {
+        let name = format!("{rule} catches {mutant:?}");
+        Trial::test(name, move || catches(rule, mutant))
+    }));
+    trials.extend(WITHOUT.iter().map(|(rule, reason)| {
+        let name = format!("{rule} catches a mutant");
+        Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason)))
+    }));
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+fn catches(rule: &str, mutant: Mutant) -> Result<(), Failed> {
+    let harness: Arc<dyn Harness> = match mutant {
+        Mutant::Memory(flaw) => Arc::new(Flawed::new(flaw)),
+        Mutant::Server(flaw) => Arc::new(Served(flaw)),
+    };
+    let verdicts = judge(harness, rule);
+    for verdict in &verdicts {
+        eprintln!("{rule}, {}: {:?}", verdict.check, verdict.outcome);
+    }
+    let failed = |outcome: &Outcome| matches!(outcome, Outcome::Failed(_));
+    if verdicts.iter().any(|verdict| failed(&verdict.outcome)) {
+        return Ok(());
+    }
+    Err(format!("{rule} holds for a backend that breaks it: {verdicts:?}").into())
+}
+
+fn every_rule_has_one() -> Result<(), Failed> {
+    for rule in RULES {
+        let caught = MUTANTS.iter().any(|(id, _)| *id == rule.id);
+        let without = WITHOUT.iter().any(|(id, _)| *id == rule.id);
+        if caught == without {
+            return Err(format!("{} has no mutant", rule.id).into());
+        }
+    }
+    Ok(())
+}
+
+/// What a server with this flaw keeps its locks in.
+fn store(flaw: ServerFlaw) -> Arc<dyn Backend> {
+    match flaw {
+        ServerFlaw::NeverExpires | ServerFlaw::KeepsOrphans => {
+            Arc::new(Flawed::new(Flaw::NeverExpires).client())
+        }
+        _ => Arc::new(Memory::new()),
+    }
+}
