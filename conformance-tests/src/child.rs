@@ -4,6 +4,7 @@
 //! and the answer comes back. Commands run side by side; one that fails is answered by `error …`.
 
 use std::collections::HashMap;
+use std::future::pending;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,7 +15,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::process::{ChildStdin, ChildStdout, Command};
 use tokio::sync::oneshot;
 
-use crate::cx::{queued, soon};
+use crate::cx::{drive, queued, soon};
 use crate::fixtures::{Signal, Watchdog};
 use crate::harness::Harness;
 use crate::history::{self, Belief, Plan};
@@ -73,6 +74,12 @@ impl Child {
     pub(crate) async fn is_held(&mut self, key: &Key) -> anyhow::Result<bool> {
         let answer = self.ask(&format!("held {key}")).await?;
         Ok(answer.soon().await? == "true")
+    }
+
+    /// Lets the child do what it has to do: it asks the store about `key` a dozen times meanwhile.
+    pub(crate) async fn settle(&mut self, key: &Key) -> anyhow::Result<()> {
+        self.ask(&format!("settle {key}")).await?.soon().await?;
+        Ok(())
     }
 
     /// Lets so many owners of the child queue for `key`, and keep it once granted. The answer is when
@@ -223,6 +230,11 @@ impl Servant {
                     .get(key)
                     .is_some_and(|kept| kept.iter().any(Guard::is_held));
                 Ok(held.to_string())
+            }
+            ["settle", key] => {
+                let key = Key::new(key)?;
+                drive(&*self.client, &key, &mut pending::<()>()).await?;
+                Ok(String::new())
             }
             ["queue", key, ttl, owners] => {
                 self.queue(key, millis(ttl)?, owners.parse()?).await?;

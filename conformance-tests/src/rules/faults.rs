@@ -552,7 +552,17 @@ async fn wakes_after(cx: &Cx, flow: Flow) -> anyhow::Result<()> {
     let mut waiter = Box::pin(patient.lock(&key));
     queued(&*client, &key, &mut waiter).await?;
     line.set(flow);
+    let before = line.bytes();
     soon("a release is answered", hold.release()).await??;
+    if flow != Flow::Cut {
+        // Until the wake-up has come as far as the proxy, if one is sent at all.
+        let on_the_way = async {
+            while line.bytes() == before {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        drop(tokio::time::timeout(ttl, on_the_way).await);
+    }
     line.set(Flow::Pass);
     let served = within(after(ttl), "the waiter wakes", waiter).await?;
     match served {
@@ -603,16 +613,12 @@ async fn stopped_waiter(cx: Cx) -> anyhow::Result<()> {
     let next = within(after(cx.ttl()), "the store lets go", waiter).await??;
     let next = next.context("a claim without a limit to its wait gave up")?;
     child.resume()?;
-    // Whatever the child does about the late grant it has done by its answer to a later question.
-    let believed = child.is_held(&key).await?;
+    // It has the time to believe in its late grant.
+    child.settle(&key).await?;
     let until = history::now();
     let over = next.validity().is_ended();
-    ensure!(
-        over || !believed,
-        "two hold {key}: a late grant was believed"
-    );
     successor_is_untouched(Some(next)).await?;
-    // And when it believes in the end, it was after that.
+    // Since when the child believes: the clock is one for both processes.
     let believes = within(after(cx.ttl()), "the child is served", believes.get()).await?;
     match believes {
         Err(_) if is_session(&cx) => Ok(()),

@@ -1,5 +1,6 @@
 //! How one waits: in order, as long as wanted, and without a trace when cancelled.
 
+use std::future::pending;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -109,8 +110,10 @@ async fn cancelled_by_the_user_on_a_held_key(cx: Cx) -> anyhow::Result<()> {
 async fn cancelled_at_every_await(cx: &Cx, level: Level, held: bool) -> anyhow::Result<()> {
     const AWAITS: usize = 300;
     let (holder, other, third) = (cx.client().await?, cx.client().await?, cx.client().await?);
+    let mut keys = Vec::new();
     for polls in 1..AWAITS {
         let key = cx.key();
+        keys.push(key.clone());
         let hold = match held {
             true => Some(granted(&*holder, &claim(&key, Cx::LONG)).await?),
             false => None,
@@ -136,6 +139,15 @@ async fn cancelled_at_every_await(cx: &Cx, level: Level, held: bool) -> anyhow::
             .release()
             .await?;
         if completed.is_some() {
+            // What was granted to a dropped acquire only later is seen here.
+            for key in keys {
+                let wanted = waiting(&key, Cx::LONG);
+                let free = soon("all keys are free in the end", third.acquire(&wanted)).await??;
+                ensure!(
+                    free.is_some(),
+                    "a claim without a limit to its wait gave up"
+                );
+            }
             return Ok(());
         }
     }
@@ -443,28 +455,23 @@ async fn hand_offs(cx: &Cx, waiters: usize, rounds: usize) -> anyhow::Result<Cos
     let (mut polls, mut bytes) = (0, 0);
     for _ in 0..rounds {
         let key = cx.key();
-        let mut hold = granted(&*holder, &claim(&key, Cx::LONG)).await?;
+        // Outlasts the queueing of all, on a busy machine too.
+        let mut hold = granted(&*holder, &claim(&key, Cx::LONG * 10)).await?;
         let counter = Arc::new(AtomicU64::new(0));
-        let (ready, mut all_ready) = tokio::sync::mpsc::channel::<()>(1);
         let mut tasks = JoinSet::new();
         for place in 0..waiters {
             let client = Arc::clone(&clients[place % CLIENTS]);
-            let (key, counter, ready) = (key.clone(), Arc::clone(&counter), ready.clone());
-            tasks.spawn(async move {
-                let wanted = waiting(&key, Cx::LONG);
-                let mut waiter = client.acquire(&wanted);
-                queued(&*client, &key, &mut waiter).await?;
-                drop(ready);
-                let hold = counted(&counter, waiter).await?;
-                let mut hold = hold.context("a claim without a limit gave up")?;
-                // Held for a moment, so that whoever was woken in vain sees it taken.
-                tokio::time::sleep(Duration::from_millis(2)).await;
-                hold.release().await?;
-                anyhow::Ok(())
-            });
+            tasks.spawn(take_and_free(client, key.clone(), Arc::clone(&counter)));
         }
-        drop(ready);
-        soon("all are queued", all_ready.recv()).await?;
+        let all_begun = async {
+            while counter.load(Ordering::Relaxed) < waiters as u64 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        soon("all have begun", all_begun).await?;
+        for client in &clients {
+            drive(&**client, &key, &mut pending::<()>()).await?;
+        }
         let (polled, before) = (counter.load(Ordering::Relaxed), sent());
         soon("a release is answered", hold.release()).await??;
         let served = within(after(Cx::LONG), "all are served", tasks.join_all()).await?;
@@ -478,4 +485,18 @@ async fn hand_offs(cx: &Cx, waiters: usize, rounds: usize) -> anyhow::Result<Cos
         polls: each(polls),
         bytes: each(bytes),
     })
+}
+
+async fn take_and_free(
+    client: Arc<dyn Backend>,
+    key: Key,
+    counter: Arc<AtomicU64>,
+) -> anyhow::Result<()> {
+    let wanted = waiting(&key, Cx::LONG);
+    let hold = counted(&counter, client.acquire(&wanted)).await?;
+    let mut hold = hold.context("a claim without a limit to its wait gave up")?;
+    // Held for a moment, so that whoever was woken in vain sees it taken.
+    tokio::time::sleep(Duration::from_millis(2)).await;
+    hold.release().await?;
+    Ok(())
 }

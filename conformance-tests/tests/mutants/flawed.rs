@@ -40,7 +40,7 @@ pub(crate) enum Flaw {
     Polls,
     /// Says Ok to a renewal and does nothing.
     RenewsNothing,
-    /// Believes four times as long as it was promised.
+    /// Believes a hundred times as long as it was promised.
     BelievesTooLong,
     /// Takes a wait below a millisecond for one without limit.
     WaitsForEver,
@@ -54,6 +54,10 @@ pub(crate) enum Flaw {
     KnowsClientsOnly,
     /// Wakes all waiters at each release.
     WakesAll,
+    /// Says that nobody holds anything.
+    TellsNothing,
+    /// Ends all grants of a client at a release.
+    EndsAllOnRelease,
     /// Takes away whatever grant there is.
     EvictsAny,
     /// Needs a runtime where a hold is dropped.
@@ -83,6 +87,7 @@ impl Flawed {
             memory: self.memory.clone(),
             released: Arc::clone(&self.released),
             held: Arc::default(),
+            session: Validity::until_ended(),
         }
     }
 }
@@ -105,6 +110,8 @@ pub(crate) struct Client {
     released: Arc<Notify>,
     /// What this client holds, for [`Flaw::KnowsClientsOnly`].
     held: Arc<Mutex<HashMap<Key, Token>>>,
+    /// What all grants end with, for [`Flaw::EndsAllOnRelease`].
+    session: Validity,
 }
 
 #[async_trait]
@@ -177,6 +184,9 @@ impl Backend for Client {
     }
 
     async fn holder(&self, key: &Key) -> Result<Option<Holder>> {
+        if self.flaw == Flaw::TellsNothing {
+            return Ok(None);
+        }
         let holder = self.memory.holder(&self.key(key)?).await?;
         Ok(holder.map(|mut holder| {
             if self.flaw == Flaw::ConstantToken {
@@ -248,8 +258,9 @@ struct FlawedHold {
 impl FlawedHold {
     fn new(client: Client, claim: &Claim, sent: Moment, mut inner: Box<dyn Hold>) -> Self {
         let validity = match client.flaw {
-            Flaw::BelievesTooLong => Validity::new(sent, claim.ttl * 4),
+            Flaw::BelievesTooLong => Validity::new(sent, claim.ttl * 100),
             Flaw::NeverExpires | Flaw::RenewsNothing => Validity::new(sent, claim.ttl),
+            Flaw::EndsAllOnRelease => client.session.child(),
             _ => inner.validity().clone(),
         };
         let token = inner.token();
@@ -305,7 +316,7 @@ impl Hold for FlawedHold {
             _ => return self.inner().renew().await,
         }
         let factor = if self.client.flaw == Flaw::BelievesTooLong {
-            4
+            100
         } else {
             1
         };
@@ -329,6 +340,10 @@ impl Hold for FlawedHold {
             }
             Flaw::KnowsClientsOnly => {
                 self.client.held.lock().expect("sound").remove(&self.key);
+                self.inner().release().await
+            }
+            Flaw::EndsAllOnRelease => {
+                self.client.session.end();
                 self.inner().release().await
             }
             Flaw::RenewsByItself => {

@@ -10,7 +10,7 @@
 //!    ends before, the lock goes to the next. From the time of step 2 the client may believe; if it
 //!    is cancelled from then on, it releases.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::io;
 use std::net::Ipv4Addr;
@@ -45,8 +45,11 @@ pub(crate) enum Flaw {
     ServesTheDead,
     /// The client takes a failed renewal for the end.
     EndsAtFirstError,
-    /// The client believes four times as long as it was promised.
+    /// The client believes a hundred times as long as it was promised.
     BelievesTooLong,
+    /// The server does not look whether the client got the answer, and the client counts from the
+    /// time when it got it.
+    BelievesLateGrants,
     /// The client never recovers from a failed request.
     NeverReconnects,
     /// The client waits for its wake-up for ever.
@@ -56,13 +59,14 @@ pub(crate) enum Flaw {
 }
 
 impl Flaw {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::None,
         Self::NeverExpires,
         Self::KeepsOrphans,
         Self::ServesTheDead,
         Self::EndsAtFirstError,
         Self::BelievesTooLong,
+        Self::BelievesLateGrants,
         Self::NeverReconnects,
         Self::TrustsTheWire,
         Self::ConstantToken,
@@ -77,6 +81,9 @@ impl Flaw {
 /// The server runs in a process of its own: this binary, started again.
 #[derive(Debug)]
 pub(crate) struct Served(pub(crate) Flaw);
+
+/// The server keeps locks at least so long.
+const SHORTEST: Duration = Duration::from_millis(300);
 
 /// Set for a server: its port and its flaw.
 const SERVE: &str = "LEASEHOLD_TEST_SERVER";
@@ -134,6 +141,7 @@ pub(crate) fn be_server(store: impl Fn(Flaw) -> Arc<dyn Backend>) -> Option<Exit
         store: store(flaw),
         flaw,
         holds: Mutex::default(),
+        given_up: Mutex::default(),
     });
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     runtime.block_on(async {
@@ -151,6 +159,8 @@ struct Server {
     store: Arc<dyn Backend>,
     flaw: Flaw,
     holds: Mutex<HashMap<Uuid, Shared>>,
+    /// Released before their acquire was through.
+    given_up: Mutex<HashSet<Uuid>>,
 }
 
 type Shared = Arc<AsyncMutex<Box<dyn Hold>>>;
@@ -161,7 +171,8 @@ impl Server {
         let words = request.split(' ').collect::<Vec<_>>();
         let answer = match words[..] {
             ["acquire", id, key, ttl, wait, label] => {
-                let mut claim = Claim::new(text(key), millis(ttl)).expect("a ttl");
+                let ttl = millis(ttl).max(SHORTEST);
+                let mut claim = Claim::new(text(key), ttl).expect("a ttl");
                 claim.id = id.parse().expect("an id");
                 claim.wait = (wait != "-").then(|| micros(wait));
                 claim.label = (label != "-").then(|| text(label).as_str().into());
@@ -169,6 +180,12 @@ impl Server {
             }
             ["renew", id] => said(self.renew(id).await),
             ["release", id] => said(self.release(id).await),
+            ["give-up", id] => {
+                // First noted, then tried: in whichever order the two meet, one of them frees it.
+                let noted = id.parse().expect("an id");
+                self.given_up.lock().expect("sound").insert(noted);
+                said(self.release(id).await)
+            }
             ["holder", key] => match self.store.holder(&text(key)).await {
                 Ok(Some(holder)) => show(&holder),
                 Ok(None) => "nobody".into(),
@@ -207,7 +224,7 @@ impl Server {
         };
         let patience = match self.flaw {
             Flaw::ServesTheDead => claim.ttl,
-            _ => (claim.ttl / 8).min(Duration::from_secs(1)),
+            _ => (claim.ttl / 8).clamp(SHORTEST / 4, Duration::from_secs(1)),
         };
         let granted = format!("granted {}", hold.token());
         let answer = async {
@@ -215,7 +232,7 @@ impl Server {
             line.read().await
         };
         let mine = timeout(patience, answer).await;
-        let careless = self.flaw == Flaw::KeepsOrphans;
+        let careless = matches!(self.flaw, Flaw::KeepsOrphans | Flaw::BelievesLateGrants);
         if !careless && !matches!(&mine, Ok(Ok(mine)) if mine == "mine") {
             return match hold.release().await {
                 Ok(()) => Ok(()),
@@ -225,6 +242,12 @@ impl Server {
         let kept = hold.renew().await.is_ok();
         let hold = Arc::new(AsyncMutex::new(hold));
         self.holds.lock().expect("sound").insert(claim.id, hold);
+        if self.given_up.lock().expect("sound").remove(&claim.id) {
+            return self
+                .release(&claim.id.to_string())
+                .await
+                .map_err(io::Error::other);
+        }
         line.write(if kept { "yours" } else { "lost" }).await
     }
 
@@ -276,7 +299,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 #[async_trait]
 impl Backend for Client {
     fn guarantees(&self) -> Guarantees {
-        let mut guarantees = Guarantees::new(Expiry::Lease, *Claim::TTL_RANGE.start());
+        let mut guarantees = Guarantees::new(Expiry::Lease, SHORTEST);
         guarantees.fairness = Fairness::Fifo;
         guarantees.wakeup = Wakeup::Push;
         guarantees
@@ -347,7 +370,9 @@ impl Client {
         let label = claim.label.as_deref().map_or("-".into(), hex);
         let (key, ttl) = (hex(claim.key.as_str()), claim.ttl.as_millis());
         let mut line = self.connect(claim.request_limit).await?;
-        let request = format!("acquire {} {key} {ttl} {wait} {label}", claim.id);
+        // Of its own for each attempt, so that what is left of one never meets the next.
+        let id = Uuid::new_v4();
+        let request = format!("acquire {id} {key} {ttl} {wait} {label}");
         line.write(&request).await?;
         let token = loop {
             let silence = match self.flaw {
@@ -364,20 +389,20 @@ impl Client {
             }
         };
         let sent = Moment::now();
-        let mut unanswered = Unanswered(Some((self.clone(), claim.id)));
+        let mut unanswered = Unanswered(Some((self.clone(), id)));
         line.write("mine").await?;
         let answer = timeout(claim.request_limit, line.read()).await??;
         unanswered.0 = None;
-        if answer != "yours" {
+        if answer != "yours" && self.flaw != Flaw::BelievesLateGrants {
             return Ok(Claimed::Again);
         }
         let believed = match self.flaw {
-            Flaw::BelievesTooLong => claim.ttl * 4,
+            Flaw::BelievesTooLong => claim.ttl * 100,
             _ => claim.ttl,
         };
         Ok(Claimed::Granted(Remote {
             client: self.clone(),
-            id: claim.id,
+            id,
             ttl: believed,
             token: Token::new(if self.flaw == Flaw::ConstantToken {
                 1
@@ -422,7 +447,7 @@ impl Drop for Unanswered {
     fn drop(&mut self) {
         if let (Some((client, id)), Ok(runtime)) = (self.0.take(), Handle::try_current()) {
             // If it does not get through, the lease runs out.
-            runtime.spawn(async move { client.ask(&format!("release {id}")).await });
+            runtime.spawn(async move { client.ask(&format!("give-up {id}")).await });
         }
     }
 }
