@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+
+mod backend;
+mod error;
+mod hold;
+mod names;
+mod options;
+mod place;
+mod pulse;
+mod queue;
+mod record;
+mod session;
+mod sessions;
+
+pub use backend::ZooKeeper;
+pub use options::ZooKeeperOptions;

@@ -1,0 +1,338 @@
+use std::fmt;
+use std::time::Duration;
+
+use leasehold_core::{Error, ErrorKind, Key, Result};
+use zookeeper_client::{Acls, Client, Connector, CreateMode, CreateOptions};
+
+use crate::names;
+
+/// Where the servers are and how to talk to them.
+///
+/// Plain data: start from a URL and change what differs. Nothing is sent before
+/// [`ZooKeeper::connect_with`](crate::ZooKeeper::connect_with). Neither `Debug` nor any error shows
+/// the user or the password.
+///
+/// ```
+/// use leasehold_zk::ZooKeeperOptions;
+///
+/// let options = ZooKeeperOptions::new("zk://zk1:2181,zk2:2181,zk3:2181/shop")?
+///     .with_prefix("/order-locks")
+///     .with_credentials("shop", "secret")
+///     .with_creator_only(true);
+/// assert!(!format!("{options:?}").contains("secret"));
+/// # Ok::<(), leasehold_core::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct ZooKeeperOptions {
+    servers: String,
+    chroot: String,
+    prefix: String,
+    credentials: Option<(String, String)>,
+    creator_only: bool,
+    connect_timeout: Duration,
+}
+
+impl ZooKeeperOptions {
+    /// Reads a URL: `zk://[user:password@]host[:port][,host[:port]…][/chroot]`. The port is 2181 if
+    /// not given, an IPv6 address stands in brackets, and whatever has a meaning in a URL is
+    /// percent-encoded in the user and the password. All servers must be of one ensemble.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if the URL is not of this form.
+    pub fn new(url: impl AsRef<str>) -> Result<Self> {
+        let rest = url
+            .as_ref()
+            .strip_prefix("zk://")
+            .ok_or_else(|| invalid("begin with zk://, as in zk://host1:2181,host2:2181/chroot"))?;
+        if rest.contains('?') || rest.contains('#') {
+            return Err(invalid(
+                "options after '?' are not part of this URL: set them on ZooKeeperOptions; in a \
+                 password, percent-encode '?' as %3F and '#' as %23",
+            ));
+        }
+        let (authority, chroot) = match rest.find('/') {
+            Some(slash) => rest.split_at(slash),
+            None => (rest, ""),
+        };
+        let (credentials, servers) = match authority.rsplit_once('@') {
+            Some((who, servers)) => (Some(credentials(who)?), servers),
+            None => (None, authority),
+        };
+        let chroot = match chroot {
+            "" | "/" => String::new(),
+            chroot => path(chroot, "the chroot")?,
+        };
+        Ok(Self {
+            servers: checked_servers(servers)?,
+            chroot,
+            prefix: "/locks".into(),
+            credentials,
+            creator_only: false,
+            connect_timeout: Duration::from_secs(10),
+        })
+    }
+
+    /// The node, below the chroot, under which the locks lie; default `/locks`. The lock `order:42`
+    /// is then at `/locks/order:42`, where Curator's and kazoo's locks may queue too. It is made when
+    /// it is missing, and ZooKeeper sweeps what is empty.
+    #[must_use]
+    pub fn with_prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefix = prefix.into();
+        self
+    }
+
+    /// Signs in as `user` (ZooKeeper's `digest` scheme).
+    #[must_use]
+    pub fn with_credentials(
+        mut self,
+        user: impl Into<String>,
+        password: impl Into<String>,
+    ) -> Self {
+        self.credentials = Some((user.into(), password.into()));
+        self
+    }
+
+    /// Whether only those who sign in with the same credentials may use the nodes that we create;
+    /// default: anybody may.
+    #[must_use]
+    pub fn with_creator_only(mut self, creator_only: bool) -> Self {
+        self.creator_only = creator_only;
+        self
+    }
+
+    /// How long [`ZooKeeper::connect_with`](crate::ZooKeeper::connect_with) tries to reach one of the
+    /// servers; default 10 s. Later on, the request limit of the claim decides.
+    #[must_use]
+    pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// Whether the options fit together; what they lack is said before anything is sent.
+    pub(crate) fn check(mut self) -> Result<Self> {
+        self.prefix = match self.prefix.trim_end_matches('/') {
+            "" if self.chroot.is_empty() => {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    "the root of ZooKeeper cannot be the prefix: take a node below it, as in /locks",
+                ));
+            }
+            "" => String::new(),
+            prefix => path(prefix, "the prefix")?,
+        };
+        if let Some((user, _)) = &self.credentials
+            && (user.is_empty() || user.contains(':'))
+        {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "the user is empty or contains a colon: ZooKeeper's digest scheme knows no such user",
+            ));
+        }
+        if self.creator_only && self.credentials.is_none() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "nodes for their creator only need a creator: give credentials too",
+            ));
+        }
+        Ok(self)
+    }
+
+    /// The servers as errors and logs name them.
+    pub(crate) fn servers(&self) -> &str {
+        &self.servers
+    }
+
+    pub(crate) fn connect_timeout(&self) -> Duration {
+        self.connect_timeout
+    }
+
+    /// The node whose children contend for `key`.
+    pub(crate) fn parent(&self, key: &Key) -> String {
+        format!("{}{}/{}", self.chroot, self.prefix, names::node(key))
+    }
+
+    /// Where the sessions' own nodes lie.
+    pub(crate) fn sessions(&self) -> String {
+        format!("{}{}/{}", self.chroot, self.prefix, names::SESSIONS)
+    }
+
+    pub(crate) fn folder(&self) -> CreateOptions<'static> {
+        CreateMode::Container.with_acls(self.acls())
+    }
+
+    pub(crate) fn place(&self) -> CreateOptions<'static> {
+        CreateMode::EphemeralSequential.with_acls(self.acls())
+    }
+
+    pub(crate) fn sign_of_life(&self) -> CreateOptions<'static> {
+        CreateMode::Ephemeral.with_acls(self.acls())
+    }
+
+    pub(crate) fn connector(&self, timeout: Duration) -> Connector {
+        let connector = Client::connector().with_session_timeout(timeout);
+        match &self.credentials {
+            Some((user, password)) => {
+                connector.with_auth("digest", format!("{user}:{password}").as_bytes())
+            }
+            None => connector,
+        }
+    }
+
+    fn acls(&self) -> Acls<'static> {
+        if self.creator_only {
+            Acls::creator_all()
+        } else {
+            Acls::anyone_all()
+        }
+    }
+}
+
+impl fmt::Debug for ZooKeeperOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ZooKeeperOptions")
+            .field("servers", &self.servers)
+            .field("chroot", &self.chroot)
+            .field("prefix", &self.prefix)
+            .field("signs_in", &self.credentials.is_some())
+            .field("creator_only", &self.creator_only)
+            .field("connect_timeout", &self.connect_timeout)
+            .finish()
+    }
+}
+
+fn checked_servers(servers: &str) -> Result<String> {
+    let server_is_good = |server: &str| {
+        let (host, port) = match server.strip_prefix('[') {
+            Some(rest) => match rest.split_once(']') {
+                Some((host, port)) => (host, port),
+                None => return false,
+            },
+            None => server.split_at(server.find(':').unwrap_or(server.len())),
+        };
+        let port_is_good = match port.strip_prefix(':') {
+            Some(port) => port.parse::<u16>().is_ok_and(|port| port != 0),
+            None => port.is_empty(),
+        };
+        !host.is_empty() && !host.contains(char::is_whitespace) && port_is_good
+    };
+    if servers.split(',').all(server_is_good) {
+        Ok(servers.to_owned())
+    } else {
+        Err(invalid(
+            "name the servers as host:port with commas between them, as in zk://host1:2181,host2:2181",
+        ))
+    }
+}
+
+fn credentials(who: &str) -> Result<(String, String)> {
+    who.split_once(':')
+        .and_then(|(user, password)| Some((decoded(user)?, decoded(password)?)))
+        .ok_or_else(|| {
+            invalid("what stands before '@' is user:password, both percent-encoded UTF-8")
+        })
+}
+
+fn decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte == b'%' {
+            let digits = [rest.next()?, rest.next()?];
+            let digits = std::str::from_utf8(&digits).ok()?;
+            if !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+                return None;
+            }
+            bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        } else {
+            bytes.push(byte);
+        }
+    }
+    String::from_utf8(bytes).ok()
+}
+
+/// A path that ZooKeeper takes.
+fn path(path: &str, what: &str) -> Result<String> {
+    let level_is_good = |level: &str| {
+        !level.is_empty()
+            && Key::new(level).is_ok_and(|key| names::node(&key).replace("%25", "%") == level)
+    };
+    match path.strip_prefix('/') {
+        Some(levels) if levels.split('/').all(level_is_good) => Ok(path.to_owned()),
+        _ => Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{what} {path:?} is no path of ZooKeeper: it begins with '/', does not end with one, \
+                 and has no empty, special or relative names between them"
+            ),
+        )),
+    }
+}
+
+fn invalid(advice: &str) -> Error {
+    // Without the URL: a password may be in it.
+    Error::new(
+        ErrorKind::Invalid,
+        format!("not a URL of ZooKeeper: {advice}"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_read() {
+        let options = ZooKeeperOptions::new("zk://u%3a1:p%40s@h1:2181,[::1]:2182,h3/a/b").unwrap();
+        assert_eq!(options.servers, "h1:2181,[::1]:2182,h3");
+        assert_eq!(options.chroot, "/a/b");
+        assert_eq!(options.credentials, Some(("u:1".into(), "p@s".into())));
+        let key = Key::new("x/y").unwrap();
+        assert_eq!(options.parent(&key), "/a/b/locks/x%2Fy");
+        let root = ZooKeeperOptions::new("zk://h/c").unwrap().with_prefix("/");
+        assert_eq!(root.check().unwrap().parent(&key), "/c/x%2Fy");
+    }
+
+    #[test]
+    fn bad_input_is_refused_and_never_shown() {
+        for url in [
+            "",
+            "redis://h",
+            "zk://",
+            "zk://,h",
+            "zk://h:0",
+            "zk://h:x",
+            "zk://h:70000",
+            "zk://[::1",
+            "zk://secret@h",
+            "zk://u:secret%4@h",
+            "zk://u:secret%ff@h",
+            "zk://u:secret?@h",
+            "zk://u:secret@",
+            "zk://h//a",
+            "zk://h/a/",
+            "zk://h/a/../b",
+            "zk://h /",
+        ] {
+            let error = ZooKeeperOptions::new(url).expect_err(url);
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{url}");
+            assert!(
+                !format!("{error} {error:?}").contains("secret"),
+                "{url}: {error}"
+            );
+        }
+        let options = || ZooKeeperOptions::new("zk://h").unwrap();
+        for options in [
+            options().with_prefix("/"),
+            options().with_prefix("locks"),
+            options().with_prefix("/a//b"),
+            options().with_prefix("/a/\u{1f512}"),
+            options().with_creator_only(true),
+            options().with_credentials("a:b", "secret"),
+            options().with_credentials("", "secret"),
+        ] {
+            let error = options.check().expect_err("does not fit together");
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            assert!(!format!("{error:?}").contains("secret"));
+        }
+    }
+}
