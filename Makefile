@@ -14,10 +14,14 @@ test: toolchain
 	scripts/install-servers
 	$(CARGO) test --workspace --all-features
 
-## Changes nothing: format, lints, documentation; licences and bans where cargo-deny is installed.
+## Changes nothing: format, lints, each feature alone, documentation; licences and bans where cargo-deny is installed.
 verify: toolchain
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
+	@for features in "" file redis; do \
+	echo "leasehold with the features: $${features:-none}"; \
+	$(CARGO) check --quiet --locked --package leasehold --no-default-features --features "$$features" || exit 1; \
+	done
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --all-features --no-deps --locked
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "cargo-deny is not installed: licences and bans were not checked"; fi

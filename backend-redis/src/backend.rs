@@ -2,8 +2,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Consistency, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Tokens,
-    Wakeup,
+    Backend, Claim, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
 };
 use redis::Value;
 
@@ -20,6 +19,14 @@ pub struct Redis {
 }
 
 impl Redis {
+    /// What it promises.
+    pub const GUARANTEES: Guarantees = {
+        let mut guarantees = Guarantees::new(Expiry::Lease, *Claim::TTL_RANGE.start());
+        guarantees.fairness = Fairness::Fifo;
+        guarantees.wakeup = Wakeup::Push;
+        guarantees
+    };
+
     /// Connects to the server at `url`, with default options; see [`RedisOptions::new`] for its form.
     ///
     /// # Errors
@@ -56,12 +63,7 @@ impl Redis {
 #[async_trait]
 impl Backend for Redis {
     fn guarantees(&self) -> Guarantees {
-        let mut guarantees = Guarantees::new(Expiry::Lease, *Claim::TTL_RANGE.start());
-        guarantees.consistency = Consistency::SingleNode;
-        guarantees.fairness = Fairness::Fifo;
-        guarantees.wakeup = Wakeup::Push;
-        guarantees.tokens = Tokens::UntilDataLoss;
-        guarantees
+        Self::GUARANTEES
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
