@@ -42,6 +42,7 @@ pub struct Store {
     pub(crate) ttl: Duration,
     pub(crate) processes: bool,
     pub(crate) servers: Vec<String>,
+    pub(crate) on_connections: bool,
     pub(crate) control: Option<Arc<dyn Control>>,
     pub(crate) uncontrolled: Option<String>,
 }
@@ -65,6 +66,7 @@ impl Store {
             ttl: Duration::ZERO,
             processes: false,
             servers: Vec::new(),
+            on_connections: false,
             control: None,
             uncontrolled: None,
         }
@@ -92,6 +94,13 @@ impl Store {
     #[must_use]
     pub fn with_servers(mut self, servers: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.servers = servers.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Locks end with the connection that they were taken on: to lose it is to lose them.
+    #[must_use]
+    pub fn with_locks_on_connections(mut self) -> Self {
+        self.on_connections = true;
         self
     }
 

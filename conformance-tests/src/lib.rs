@@ -1,5 +1,4 @@
-//! The conformance suite: runs the contract on any backend. See [`main`] and [`Harness`].
-#![allow(dead_code, reason = "used by rules that follow")]
+#![doc = include_str!("../README.md")]
 
 mod child;
 mod cx;

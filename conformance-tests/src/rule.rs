@@ -51,6 +51,8 @@ pub enum Need {
     Processes,
     /// A proxy can be put in front of the store.
     Proxy,
+    /// Locks outlive the connection that they were taken on.
+    Reconnect,
     /// Servers can be stopped and restarted.
     Control,
     /// Three or more servers decide together, and one of them can be killed.
@@ -103,6 +105,9 @@ impl Need {
             }
             Self::Processes if !store.processes => "the store is not shared between processes",
             Self::Proxy if store.servers.is_empty() => "no proxy can be put in front of the store",
+            Self::Reconnect if store.on_connections => {
+                "not promised: a lock ends with its connection"
+            }
             Self::Control | Self::Members if store.control.is_none() => control(),
             Self::Members if store.control.as_ref().is_some_and(|c| c.members() < 3) => {
                 "there are fewer than three servers"

@@ -19,7 +19,11 @@ pub(super) const F1: Rule = Rule {
     id: "F1",
     title: "cut off and healed before the deadline: nothing is lost",
     checks: &[
-        check!("the connections are closed", [Proxy], healed_after_a_cut),
+        check!(
+            "the connections are closed",
+            [Proxy, Reconnect],
+            healed_after_a_cut
+        ),
         check!(
             "nothing is delivered for a while",
             [Proxy],
