@@ -56,15 +56,9 @@ async fn run_locked(
             run_command(args, guard, grace, &mut signals, terminal.as_ref()).await
         }
     };
-    // Nothing stays queued, no release stays undone; but a store that is silent, or a user in a
-    // hurry, does not keep us.
-    tokio::select! {
-        closed = timeout(LAST_TRY, locks.close()) => {
-            if !matches!(closed, Ok(Ok(()))) {
-                tracing::warn!("the store did not confirm that all was given back");
-            }
-        }
-        _ = signals.next() => {}
+    // Nothing stays queued, no release stays undone; but a store that is silent does not keep us.
+    if !matches!(timeout(LAST_TRY, locks.close()).await, Ok(Ok(()))) {
+        tracing::warn!("the store did not confirm that all was given back");
     }
     result
 }

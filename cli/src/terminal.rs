@@ -69,7 +69,7 @@ impl Terminal {
     /// Sets it as it was, after a command that could not do so itself.
     pub(crate) fn restore(&self) {
         if let Some(modes) = &self.modes {
-            tcsetattr(self.tty.as_fd(), SetArg::TCSADRAIN, modes).ok();
+            tcsetattr(self.tty.as_fd(), SetArg::TCSANOW, modes).ok();
         }
     }
 }

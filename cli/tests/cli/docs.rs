@@ -5,8 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::support::{Home, stderr, stdout};
 
-#[test]
-fn help_has_examples_and_exit_codes() {
+pub(crate) fn help_has_examples_and_exit_codes() {
     let home = Home::new();
     let output = home.leasehold("--help").output().unwrap();
     assert!(output.status.success());
@@ -27,8 +26,7 @@ fn help_has_examples_and_exit_codes() {
     );
 }
 
-#[test]
-fn manual_pages_render() {
+pub(crate) fn manual_pages_render() {
     let home = Home::new();
     let output = home.leasehold("man").output().unwrap();
     assert!(output.status.success());
@@ -56,8 +54,7 @@ fn manual_pages_render() {
     assert!(page.contains("LEASEHOLD_TOKEN") && page.contains("\\-\\-grace"));
 }
 
-#[test]
-fn completions_are_for_the_shell() {
+pub(crate) fn completions_are_for_the_shell() {
     let home = Home::new();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let output = home.leasehold("completions").arg(shell).output().unwrap();
@@ -76,8 +73,7 @@ fn completions_are_for_the_shell() {
     assert!(read.success());
 }
 
-#[test]
-fn a_reader_that_leaves_early_is_no_failure() {
+pub(crate) fn a_reader_that_leaves_early_is_no_failure() {
     let home = Home::new();
     let mut running = home
         .leasehold("completions bash")

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use nix::unistd::Pid;
-
-use crate::support::{Home, Running, eventually, is_gone, pid_in, stderr};
+use crate::support::{
+    Home, RedisServer, Running, Strays, eventually, is_gone, pause, pid_in, stderr,
+};
 
 /// A child and a grandchild that note that they were told to end, and do not.
 const STUBBORN: &str = r#"
@@ -29,8 +29,8 @@ const LEFT_BEHIND: &str = r#"
 
 struct Family {
     running: Running,
-    child: Pid,
-    grandchild: Pid,
+    /// The child and the grandchild.
+    members: Strays<2>,
 }
 
 impl Family {
@@ -41,14 +41,16 @@ impl Family {
         let stderr = fs::File::create(home.path("stderr")).unwrap();
         let running = Running::start(home.script(args, script).stderr(stderr));
         Self {
-            child: pid_in(&home.path("child")),
-            grandchild: pid_in(&home.path("grandchild")),
+            members: Strays([
+                pid_in(&home.path("child")),
+                pid_in(&home.path("grandchild")),
+            ]),
             running,
         }
     }
 
     fn is_gone(&self) -> bool {
-        is_gone(self.child) && is_gone(self.grandchild)
+        self.members.0.into_iter().all(is_gone)
     }
 
     /// It is gone when `run` is, with the code for a lost lock; and it was told before.
@@ -83,21 +85,78 @@ fn is_ended_when_taken_away(home: &Home) {
     }
 }
 
-#[test]
-fn case_28_is_ended_when_the_lock_is_taken_away() {
+pub(crate) fn case_28_is_ended_when_the_lock_is_taken_away() {
     is_ended_when_taken_away(&Home::new());
 }
 
-/// The store falls silent. It could let go at the earliest a ttl after the last renewal that it
-/// answered; that one was sent before it was stopped.
+pub(crate) fn case_28_is_ended_when_the_lock_is_taken_away_on_redis() {
+    let server = RedisServer::start();
+    is_ended_when_taken_away(&Home::with(&server));
+}
+
+/// The store falls silent. It could let go when what it had left for the lock just before is over.
+pub(crate) fn case_28_is_ended_before_a_silent_store_lets_go() {
+    for (script, grace) in [(STUBBORN, "1s"), (LEFT_BEHIND, "2s"), (STUBBORN, "0s")] {
+        let server = RedisServer::start();
+        let home = Home::with(&server);
+        let args = format!("run k --ttl 6s --grace {grace}");
+        let mut family = Family::start(&home, &args, script);
+        let lets_go = eventually("a silence without a renewal at its begin", || {
+            let asked = Instant::now();
+            let left = server.number("PTTL lock:k");
+            let left = Duration::from_millis(left.try_into().unwrap());
+            server.pause();
+            // It is renewed when two thirds of the ttl are left.
+            if asked.elapsed() + Duration::from_millis(4_200) < left {
+                return Some(asked + left);
+            }
+            server.resume();
+            None
+        });
+        eventually("the family is gone", || family.is_gone().then_some(()));
+        let gone = Instant::now();
+        assert!(gone < lets_go, "still there for {:?}", gone - lets_go);
+        assert_eq!(family.running.end().code(), Some(116));
+        // Without any grace KILL follows before anybody can note it.
+        assert!(grace == "0s" || read(&home.path("told")).contains("term"));
+        let text = read(&home.path("stderr"));
+        assert!(text.contains("could not renew the lock k"), "{text}");
+    }
+}
+
 /// A store that comes back in time: nothing happens to the child.
+pub(crate) fn a_short_silence_is_lived_through() {
+    let server = RedisServer::start();
+    let home = Home::with(&server);
+    let mut running = Running::start(&mut home.script(
+        "run k --ttl 12s --grace 100ms",
+        r#"echo $$ > "$HOME/child"; until [ -e "$HOME/end" ]; do sleep 0.02; done; exit 3"#,
+    ));
+    pid_in(&home.path("child"));
+    server.pause();
+    let paused = Instant::now();
+    // Long enough for one renewal to be due and to get no answer.
+    while paused.elapsed() < Duration::from_millis(4_500) {
+        assert!(running.0.try_wait().unwrap().is_none());
+        pause();
+    }
+    server.resume();
+    // More than can be left of what was granted before.
+    eventually("it is renewed", || {
+        assert!(running.0.try_wait().unwrap().is_none());
+        (server.number("PTTL lock:k") > 8_000).then_some(())
+    });
+    fs::write(home.path("end"), "").unwrap();
+    assert_eq!(running.end().code(), Some(3));
+    assert_eq!(server.number("EXISTS lock:k"), 0);
+}
+
 /// A child that is stopped is ended all the same.
-#[test]
-fn a_stopped_child_is_ended_too() {
+pub(crate) fn a_stopped_child_is_ended_too() {
     let home = Home::new();
     let mut family = Family::start(&home, "run k", STUBBORN);
     let stop = Command::new("kill")
-        .args(["-STOP", &family.child.to_string()])
+        .args(["-STOP", &family.members.0[0].to_string()])
         .status()
         .unwrap();
     assert!(stop.success());

@@ -1,4 +1,6 @@
 //! The command as its users meet it: real processes, real stores, a real terminal.
+//!
+//! Those that need a server are listed as ignored where there is none, with the reason.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by it")]
 
@@ -9,3 +11,77 @@ mod run;
 mod signals;
 mod support;
 mod terminal;
+
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Trial};
+
+use crate::support::RedisServer;
+
+/// A test for each function, of its name. One that is left out is reported as never used.
+macro_rules! trials {
+    ($($test:path),* $(,)?) => {
+        vec![$(Trial::test(stringify!($test), || {
+            $test();
+            Ok(())
+        })),*]
+    };
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let mut trials = trials![
+        docs::help_has_examples_and_exit_codes,
+        docs::manual_pages_render,
+        docs::completions_are_for_the_shell,
+        docs::a_reader_that_leaves_early_is_no_failure,
+        lost::case_28_is_ended_when_the_lock_is_taken_away,
+        lost::a_stopped_child_is_ended_too,
+        operators::status_shows_who_holds,
+        operators::break_does_not_ask_nobody,
+        operators::break_asks_on_a_terminal,
+        operators::case_60_break_takes_away_only_what_was_shown,
+        run::the_child_knows_its_lock_and_its_code_comes_back,
+        run::standard_streams_and_arguments_are_the_childs,
+        run::one_at_a_time,
+        run::every_kind_of_failure_has_its_code,
+        run::a_busy_lock_fails_or_is_skipped,
+        run::the_default_store_is_the_users_state_folder,
+        run::verbose_tells_what_happens_to_the_lock,
+        run::credentials_are_never_shown,
+        run::options_of_the_url_hold_unless_others_are_given,
+        signals::case_29_leaves_at_once_while_waiting,
+        signals::case_29_passes_signals_on_while_running,
+        signals::what_was_ignored_at_the_start_stays_ignored,
+        signals::a_death_by_signal_comes_back_as_a_shell_tells_it,
+        signals::stop_and_continuation_are_passed_on,
+        signals::a_killed_run_takes_its_child_along,
+        terminal::an_interactive_child_keeps_the_terminal,
+        terminal::ctrl_c_reaches_the_child_once,
+        terminal::ctrl_c_ends_the_script_around_it_too,
+        terminal::ctrl_c_ends_the_waiting_and_the_script_around_it,
+        terminal::ctrl_z_stops_and_fg_goes_on,
+        terminal::a_background_job_asks_for_the_terminal_in_turn,
+        terminal::the_rest_of_a_pipeline_keeps_the_terminal,
+        terminal::ctrl_z_is_nothing_where_nobody_could_continue,
+        terminal::the_terminal_is_left_as_it_was,
+        terminal::colours_are_for_terminals,
+    ];
+    let missing = RedisServer::missing();
+    let on_redis = trials![
+        lost::case_28_is_ended_when_the_lock_is_taken_away_on_redis,
+        lost::case_28_is_ended_before_a_silent_store_lets_go,
+        lost::a_short_silence_is_lived_through,
+        operators::status_shows_who_holds_on_redis,
+        operators::case_60_break_takes_away_only_what_was_shown_on_redis,
+        run::the_same_on_redis,
+        signals::case_29_leaves_at_once_while_waiting_on_redis,
+        signals::case_29_passes_signals_on_while_running_on_redis,
+        terminal::a_stopped_job_whose_lock_ends_does_not_go_on,
+    ];
+    trials.extend(on_redis.into_iter().map(|trial| match &missing {
+        Some(missing) => trial.with_kind(missing.to_string()).with_ignored_flag(true),
+        None => trial,
+    }));
+    libtest_mimic::run(&arguments, trials).exit_code()
+}

@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::support::{Home, Running, Screen, line_in, stderr, stdout};
+use crate::support::{Home, RedisServer, Running, Screen, line_in, stderr, stdout};
 
 fn holder(home: &Home, label: &str) -> Running {
     let ready = home.path(label);
@@ -64,13 +64,21 @@ fn shows_who_holds(home: &Home) {
     assert_eq!(stdout(&output), "k is free\n");
 }
 
-#[test]
-fn status_shows_who_holds() {
+pub(crate) fn status_shows_who_holds() {
     shows_who_holds(&Home::new());
 }
 
-#[test]
-fn break_does_not_ask_nobody() {
+pub(crate) fn status_shows_who_holds_on_redis() {
+    let server = RedisServer::start();
+    let home = Home::with(&server);
+    shows_who_holds(&home);
+    let running = holder(&home, "second");
+    let left = status_as_json(&home)["remaining_ms"].as_u64().unwrap();
+    assert!((1..=30_000).contains(&left), "{left}");
+    let_go(running);
+}
+
+pub(crate) fn break_does_not_ask_nobody() {
     let home = Home::new();
     let running = holder(&home, "first");
     let output = home.leasehold("break k").output().unwrap();
@@ -83,8 +91,7 @@ fn break_does_not_ask_nobody() {
     assert!(stderr(&output).contains("free"));
 }
 
-#[test]
-fn break_asks_on_a_terminal() {
+pub(crate) fn break_asks_on_a_terminal() {
     let home = Home::new();
     let mut running = holder(&home, "first");
     let mut shell = Screen::shell(&home);
@@ -120,7 +127,11 @@ fn spares_the_successor(home: &Home) {
     let_go(second);
 }
 
-#[test]
-fn case_60_break_takes_away_only_what_was_shown() {
+pub(crate) fn case_60_break_takes_away_only_what_was_shown() {
     spares_the_successor(&Home::new());
+}
+
+pub(crate) fn case_60_break_takes_away_only_what_was_shown_on_redis() {
+    let server = RedisServer::start();
+    spares_the_successor(&Home::with(&server));
 }

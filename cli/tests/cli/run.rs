@@ -1,10 +1,9 @@
 use std::fs;
 use std::process::Stdio;
 
-use crate::support::{Home, Running, line_in, stderr, stdout};
+use crate::support::{Home, RedisServer, Running, line_in, stderr, stdout};
 
-#[test]
-fn the_child_knows_its_lock_and_its_code_comes_back() {
+pub(crate) fn the_child_knows_its_lock_and_its_code_comes_back() {
     let home = Home::new();
     let mut tokens = Vec::new();
     for code in [0, 1, 7, 255] {
@@ -29,8 +28,7 @@ fn the_child_knows_its_lock_and_its_code_comes_back() {
     assert!(!home.is_held("order:42"));
 }
 
-#[test]
-fn standard_streams_and_arguments_are_the_childs() {
+pub(crate) fn standard_streams_and_arguments_are_the_childs() {
     let home = Home::new();
     let mut running = Running::start(
         home.leasehold("run k --")
@@ -55,8 +53,7 @@ fn standard_streams_and_arguments_are_the_childs() {
     assert_eq!(err, "err\n");
 }
 
-#[test]
-fn one_at_a_time() {
+pub(crate) fn one_at_a_time() {
     let home = Home::new();
     let log = home.path("log");
     let mut all: Vec<_> = (0..6)
@@ -84,8 +81,7 @@ fn one_at_a_time() {
     }
 }
 
-#[test]
-fn every_kind_of_failure_has_its_code() {
+pub(crate) fn every_kind_of_failure_has_its_code() {
     let home = Home::new();
     let not_executable = home.path("plain");
     fs::write(&not_executable, "text").unwrap();
@@ -131,6 +127,16 @@ fn every_kind_of_failure_has_its_code() {
             117,
             "did you mean ttl",
         ),
+        (
+            "break --url redis://127.0.0.1:1 k".to_owned(),
+            118,
+            "127.0.0.1:1",
+        ),
+        (
+            "run --url redis://127.0.0.1:1 k -- true".to_owned(),
+            118,
+            "127.0.0.1:1",
+        ),
         ("no-such".to_owned(), 117, "no-such"),
         ("".to_owned(), 117, "Usage"),
     ] {
@@ -149,8 +155,7 @@ fn every_kind_of_failure_has_its_code() {
     assert_eq!(empty.unwrap().status.code(), Some(117));
 }
 
-#[test]
-fn a_busy_lock_fails_or_is_skipped() {
+pub(crate) fn a_busy_lock_fails_or_is_skipped() {
     let home = Home::new();
     let mut holder = Running::start(
         home.script("run k --label nightly", r#"echo in > "$HOME/in"; read end"#)
@@ -191,8 +196,7 @@ fn a_busy_lock_fails_or_is_skipped() {
     assert_eq!(free.status.code(), Some(1));
 }
 
-#[test]
-fn the_default_store_is_the_users_state_folder() {
+pub(crate) fn the_default_store_is_the_users_state_folder() {
     let home = Home::new();
     let state = home.path(".local/state/leasehold");
     assert!(home.leasehold("run k -- true").status().unwrap().success());
@@ -243,8 +247,34 @@ fn the_default_store_is_the_users_state_folder() {
     assert!(run.unwrap().success());
 }
 
-#[test]
-fn verbose_tells_what_happens_to_the_lock() {
+pub(crate) fn the_same_on_redis() {
+    let server = RedisServer::start();
+    let home = Home::with(&server);
+    let output = home
+        .script(
+            "run --ttl 5s --label nightly k",
+            r#""$LEASEHOLD" status k; "$LEASEHOLD" run -n k -- true; echo "code $?"; exit 3"#,
+        )
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(3));
+    let text = stdout(&output);
+    for part in [
+        "k is held",
+        "owner ",
+        "label  nightly",
+        "token ",
+        "since ",
+        "left ",
+        "code 115",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!home.is_held("k"));
+    assert_eq!(server.number("EXISTS lock:k"), 0);
+}
+
+pub(crate) fn verbose_tells_what_happens_to_the_lock() {
     let home = Home::new();
     let output = home.leasehold("run -v k -- true").output().unwrap();
     let text = stderr(&output);
@@ -255,8 +285,7 @@ fn verbose_tells_what_happens_to_the_lock() {
     assert!(!text.contains('\x1b'), "{text:?}");
 }
 
-#[test]
-fn credentials_are_never_shown() {
+pub(crate) fn credentials_are_never_shown() {
     let home = Home::new();
     for url in [
         "redis://user:s3cret@127.0.0.1:1",
@@ -284,8 +313,7 @@ fn credentials_are_never_shown() {
     }
 }
 
-#[test]
-fn options_of_the_url_hold_unless_others_are_given() {
+pub(crate) fn options_of_the_url_hold_unless_others_are_given() {
     let home = Home::new();
     let url = format!(
         "file:{}?ttl=3s&wait=50ms&label=from+url",

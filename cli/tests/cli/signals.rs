@@ -2,11 +2,12 @@
 
 use std::process::Stdio;
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::support::{
-    Home, Running, eventually, is_gone, is_stopped, line_in, pid_in, shell_code, stderr,
+    Home, RedisServer, Running, Strays, eventually, is_gone, is_stopped, line_in, pid_in,
+    shell_code, stderr,
 };
 
 const SIGNALS: [Signal; 4] = [
@@ -59,10 +60,20 @@ fn leaves_while_waiting(home: &Home, queued: impl Fn() -> bool) {
     assert!(!home.path("ran").exists());
 }
 
-#[test]
-fn case_29_leaves_at_once_while_waiting() {
+pub(crate) fn case_29_leaves_at_once_while_waiting() {
     let home = Home::new();
     leaves_while_waiting(&home, || true);
+}
+
+pub(crate) fn case_29_leaves_at_once_while_waiting_on_redis() {
+    let server = RedisServer::start();
+    let home = Home::with(&server);
+    leaves_while_waiting(&home, || {
+        // One of the queue's keys is there while somebody waits.
+        server
+            .ask("KEYS lock:leasehold:*q*")
+            .contains("lock:leasehold:")
+    });
 }
 
 fn passes_signals_on(home: &Home) {
@@ -98,44 +109,48 @@ fn passes_signals_on(home: &Home) {
     }
 }
 
-#[test]
-fn case_29_passes_signals_on_while_running() {
+pub(crate) fn case_29_passes_signals_on_while_running() {
     passes_signals_on(&Home::new());
 }
 
+pub(crate) fn case_29_passes_signals_on_while_running_on_redis() {
+    let server = RedisServer::start();
+    passes_signals_on(&Home::with(&server));
+    assert_eq!(server.number("EXISTS lock:k"), 0);
+}
+
 /// Whoever starts us with a signal ignored wants us and our child to live through it.
-#[test]
-fn what_was_ignored_at_the_start_stays_ignored() {
+pub(crate) fn what_was_ignored_at_the_start_stays_ignored() {
     let home = Home::new();
     let script = r#"
+        mkfifo "$HOME/fifo"
         trap '' HUP
-        "$LEASEHOLD" run k -- sh -c 'echo $$ > "$HOME/child"; read end; exit 6' &
-        echo $! > "$HOME/run"
+        "$LEASEHOLD" run k -- sh -c 'echo $$ > "$HOME/child"; read end < "$HOME/fifo"; exit 6' &
+        run=$!
+        until [ -s "$HOME/child" ]; do sleep 0.01; done
         "$LEASEHOLD" run k -- true &
-        echo $! > "$HOME/waiting"
-        wait $(cat "$HOME/run"); echo "code $?" > "$HOME/code"
-        wait; exit 0
+        waiting=$!
+        echo "$run" > "$HOME/run"
+        echo "$waiting" > "$HOME/waiting"
+        wait "$run"; codes=$?
+        wait "$waiting"; echo "$codes $?" > "$HOME/codes"
     "#;
     let mut shell = Running::start(
-        std::process::Command::new("bash")
+        home.program("bash")
             .args(["-c", script])
-            .env("HOME", home.path(""))
-            .env("LEASEHOLD", env!("CARGO_BIN_EXE_leasehold"))
-            .env_remove("XDG_STATE_HOME")
-            .env_remove("LEASEHOLD_URL")
             .stdin(Stdio::null()),
     );
-    let (run, waiting) = (pid_in(&home.path("run")), pid_in(&home.path("waiting")));
-    let child = pid_in(&home.path("child"));
-    for process in [run, waiting, child] {
-        nix::sys::signal::kill(process, Signal::SIGHUP).ok();
+    let strays = Strays(["run", "waiting", "child"].map(|name| pid_in(&home.path(name))));
+    eventually("it waits", || hears_signals(strays.0[1]).then_some(()));
+    for process in strays.0 {
+        kill(process, Signal::SIGHUP).unwrap();
     }
-    assert_eq!(line_in(&home.path("code")), "code 6");
+    std::fs::write(home.path("fifo"), "end\n").unwrap();
+    assert_eq!(line_in(&home.path("codes")), "6 0");
     assert!(shell.end().success());
 }
 
-#[test]
-fn a_death_by_signal_comes_back_as_a_shell_tells_it() {
+pub(crate) fn a_death_by_signal_comes_back_as_a_shell_tells_it() {
     let home = Home::new();
     for signal in [
         Signal::SIGKILL,
@@ -153,24 +168,20 @@ fn a_death_by_signal_comes_back_as_a_shell_tells_it() {
 }
 
 /// Without a terminal nobody stops with the child: it keeps its lock, and goes on when told to.
-#[test]
-fn stop_and_continuation_are_passed_on() {
+pub(crate) fn stop_and_continuation_are_passed_on() {
     let home = Home::new();
     // A shell that starts others can be caught in between, where it sleeps rather than stops.
     nix::unistd::mkfifo(&home.path("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let mut command = std::process::Command::new("setsid");
+    let mut command = home.program("setsid");
     command
         .args(["--wait", env!("CARGO_BIN_EXE_leasehold"), "run", "k", "--"])
         .args(["sh", "-c"])
         .arg(r#"echo $PPID > "$HOME/parent"; echo $$ > "$HOME/child"; trap 'exit 5' TERM; exec 9<> "$HOME/fifo"; read end <&9; echo never"#)
-        .env("HOME", home.path(""))
-        .env_remove("XDG_STATE_HOME")
-        .env_remove("LEASEHOLD_URL")
         .stdin(Stdio::null());
     let mut running = Running::start(&mut command);
-    let child = pid_in(&home.path("child"));
-    let parent = pid_in(&home.path("parent"));
-    let send = |signal| nix::sys::signal::kill(parent, signal).unwrap();
+    let strays = Strays(["child", "parent"].map(|name| pid_in(&home.path(name))));
+    let [child, parent] = strays.0;
+    let send = |signal| kill(parent, signal).unwrap();
     send(Signal::SIGTSTP);
     eventually("the child stops", || is_stopped(child).then_some(()));
     assert!(home.is_held("k"));
@@ -186,9 +197,7 @@ fn stop_and_continuation_are_passed_on() {
 
 /// What happens when nobody can help it: the child does not go on without anybody to look after its
 /// lock.
-#[cfg(target_os = "linux")]
-#[test]
-fn a_killed_run_takes_its_child_along() {
+pub(crate) fn a_killed_run_takes_its_child_along() {
     let home = Home::new();
     let mut running = Running::start(&mut home.script(
         "run k",

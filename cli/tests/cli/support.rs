@@ -1,17 +1,21 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{Read, Write};
+use std::mem;
+use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use leasehold_conformance::fixtures::{self, Missing};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pty_process::blocking::Pty;
 use tempfile::TempDir;
+use tokio::runtime::Runtime;
 
 /// How long anything may take that should happen at once, on a busy machine too.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
@@ -31,21 +35,34 @@ impl Home {
         }
     }
 
+    /// With locks in `server`.
+    pub(crate) fn with(server: &RedisServer) -> Self {
+        Self {
+            url: Some(server.url()),
+            ..Self::new()
+        }
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// The command, with its arguments separated by spaces.
     pub(crate) fn leasehold(&self, args: &str) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_leasehold"));
-        command.args(args.split_whitespace());
+        let mut command = self.program(env!("CARGO_BIN_EXE_leasehold"));
+        command.args(args.split_whitespace()).stdin(Stdio::null());
+        command
+    }
+
+    /// Another program of this user's, which finds the command in `LEASEHOLD`.
+    pub(crate) fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(name);
         self.env(|name, value| {
-            command.env(name, value);
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
         });
-        for name in HIDDEN {
-            command.env_remove(name);
-        }
-        command.stdin(Stdio::null());
         command
     }
 
@@ -56,11 +73,14 @@ impl Home {
         command
     }
 
-    fn env(&self, mut set: impl FnMut(&'static str, &OsStr)) {
-        set("HOME", self.folder.path().as_os_str());
-        set("LEASEHOLD", OsStr::new(env!("CARGO_BIN_EXE_leasehold")));
+    fn env(&self, mut set: impl FnMut(&'static str, Option<&OsStr>)) {
+        for name in HIDDEN {
+            set(name, None);
+        }
+        set("HOME", Some(self.folder.path().as_os_str()));
+        set("LEASEHOLD", Some(env!("CARGO_BIN_EXE_leasehold").as_ref()));
         if let Some(url) = &self.url {
-            set("LEASEHOLD_URL", url.as_ref());
+            set("LEASEHOLD_URL", Some(url.as_ref()));
         }
     }
 
@@ -81,7 +101,8 @@ impl Home {
     }
 }
 
-const HIDDEN: [&str; 5] = [
+const HIDDEN: [&str; 6] = [
+    "LEASEHOLD_URL",
     "XDG_STATE_HOME",
     "NO_COLOR",
     "CLICOLOR",
@@ -118,6 +139,72 @@ impl Drop for Running {
     }
 }
 
+/// Processes that others started for the test: none of them outlives one that fails.
+pub(crate) struct Strays<const N: usize>(pub(crate) [Pid; N]);
+
+impl<const N: usize> Drop for Strays<N> {
+    fn drop(&mut self) {
+        for process in self.0 {
+            if !is_gone(process) {
+                kill(process, Signal::SIGKILL).ok();
+            }
+        }
+    }
+}
+
+/// A Redis server of the test's own.
+pub(crate) struct RedisServer {
+    server: fixtures::redis::RedisServer,
+}
+
+impl RedisServer {
+    pub(crate) fn start() -> Self {
+        let server = Runtime::new()
+            .unwrap()
+            .block_on(fixtures::redis::RedisServer::start([""; 0]));
+        Self {
+            server: server.unwrap(),
+        }
+    }
+
+    /// Why there can be none, unless the environment wants it to be a failure.
+    pub(crate) fn missing() -> Option<Missing> {
+        let name = fixtures::redis::RedisServer::PROGRAM;
+        let missing = Missing::new("redis", format!("there is no program {name}"));
+        (fixtures::program(name).is_none() && !missing.is_required()).then_some(missing)
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.server.url()
+    }
+
+    /// Lets it fall silent; comes back when it has.
+    pub(crate) fn pause(&self) {
+        self.server.process().pause().unwrap();
+    }
+
+    pub(crate) fn resume(&self) {
+        self.server.process().resume().unwrap();
+    }
+
+    /// One command, its words separated by spaces; the answer as Redis writes it.
+    pub(crate) fn ask(&self, command: &str) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.server.port())).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        write!(stream, "{command}\r\nQUIT\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    /// One command whose answer is a number.
+    pub(crate) fn number(&self, command: &str) -> i64 {
+        let answer = self.ask(command);
+        let number = answer.lines().next().and_then(|it| it.strip_prefix(':'));
+        number.expect(&answer).parse().unwrap()
+    }
+}
+
 /// A program at a terminal of its own.
 pub(crate) struct Screen {
     pub(crate) running: Running,
@@ -151,14 +238,13 @@ impl Screen {
         pty.resize(pty_process::Size::new(24, 80)).unwrap();
         let mut command = pty_process::blocking::Command::new(program).args(args);
         home.env(|name, value| {
-            let before =
-                std::mem::replace(&mut command, pty_process::blocking::Command::new(program));
-            command = before.env(name, value);
+            let before = mem::replace(&mut command, pty_process::blocking::Command::new(program));
+            command = match value {
+                Some(value) => before.env(name, value),
+                None => before.env_remove(name),
+            };
         });
         command = command.env("TERM", "xterm");
-        for name in HIDDEN {
-            command = command.env_remove(name);
-        }
         let running = Running(command.spawn(pts).unwrap());
         let pty = Arc::new(pty);
         let shown = Arc::new((Mutex::new(Shown::default()), Condvar::new()));

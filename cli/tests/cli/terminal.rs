@@ -2,10 +2,11 @@
 
 use std::process::Stdio;
 
-use crate::support::{Home, Running, Screen, eventually, is_stopped, line_in, pid_in};
+use crate::support::{
+    Home, RedisServer, Running, Screen, eventually, is_gone, is_stopped, line_in, pid_in,
+};
 
-#[test]
-fn an_interactive_child_keeps_the_terminal() {
+pub(crate) fn an_interactive_child_keeps_the_terminal() {
     let home = Home::new();
     let mut shell = Screen::shell(&home);
     shell.enter(r#""$LEASEHOLD" run k -- sh -c 'echo asks; read line; echo "got-$line"; exit 3'; echo "code-$?""#);
@@ -30,8 +31,7 @@ fn an_interactive_child_keeps_the_terminal() {
     shell.expect("code-5");
 }
 
-#[test]
-fn ctrl_c_reaches_the_child_once() {
+pub(crate) fn ctrl_c_reaches_the_child_once() {
     let home = Home::new();
     let child = r#"sh -c 'trap "n=\$((n+1)); echo int-\$n" INT; n=0; echo ready; while [ ! -e "$HOME/end" ]; do sleep 0.02; done; exit 7'"#;
     for (line, name) in [
@@ -60,8 +60,7 @@ fn ctrl_c_reaches_the_child_once() {
     }
 }
 
-#[test]
-fn ctrl_c_ends_the_script_around_it_too() {
+pub(crate) fn ctrl_c_ends_the_script_around_it_too() {
     let home = Home::new();
     let script = home.path("script");
     std::fs::write(
@@ -89,8 +88,7 @@ fn ctrl_c_ends_the_script_around_it_too() {
     }
 }
 
-#[test]
-fn ctrl_c_ends_the_waiting_and_the_script_around_it() {
+pub(crate) fn ctrl_c_ends_the_waiting_and_the_script_around_it() {
     let home = Home::new();
     let mut holder = Running::start(
         home.script("run k --label nightly", r#"echo in > "$HOME/in"; read end"#)
@@ -116,8 +114,7 @@ fn ctrl_c_ends_the_waiting_and_the_script_around_it() {
     holder.end();
 }
 
-#[test]
-fn ctrl_z_stops_and_fg_goes_on() {
+pub(crate) fn ctrl_z_stops_and_fg_goes_on() {
     let home = Home::new();
     for rest in ["", " | cat"] {
         let mut shell = Screen::shell(&home);
@@ -151,8 +148,7 @@ fn ctrl_z_stops_and_fg_goes_on() {
     }
 }
 
-#[test]
-fn a_background_job_asks_for_the_terminal_in_turn() {
+pub(crate) fn a_background_job_asks_for_the_terminal_in_turn() {
     let home = Home::new();
     let mut shell = Screen::shell(&home);
     shell.enter(
@@ -173,8 +169,7 @@ fn a_background_job_asks_for_the_terminal_in_turn() {
 }
 
 /// In a pipeline others may want the terminal as well: it goes to whoever asks.
-#[test]
-fn the_rest_of_a_pipeline_keeps_the_terminal() {
+pub(crate) fn the_rest_of_a_pipeline_keeps_the_terminal() {
     let home = Home::new();
     let mut shell = Screen::shell(&home);
     shell.enter(r#""$LEASEHOLD" run k -- sh -c 'echo pager; until [ -e "$HOME/end" ]; do sleep 0.02; done' | sh -c 'read what; echo "$what asks"; read line < /dev/tty; echo "got-$line"'"#);
@@ -195,8 +190,7 @@ fn the_rest_of_a_pipeline_keeps_the_terminal() {
 }
 
 /// No shell is there that could continue it: Ctrl-Z is nothing then.
-#[test]
-fn ctrl_z_is_nothing_where_nobody_could_continue() {
+pub(crate) fn ctrl_z_is_nothing_where_nobody_could_continue() {
     let home = Home::new();
     let mut screen = Screen::start(
         &home,
@@ -218,8 +212,7 @@ fn ctrl_z_is_nothing_where_nobody_could_continue() {
     assert!(screen.running.end().success());
 }
 
-#[test]
-fn the_terminal_is_left_as_it_was() {
+pub(crate) fn the_terminal_is_left_as_it_was() {
     let home = Home::new();
     let mut shell = Screen::shell(&home);
     shell
@@ -233,8 +226,33 @@ fn the_terminal_is_left_as_it_was() {
 }
 
 /// The lock ends while the job is stopped: the child does nothing more.
-#[test]
-fn colours_are_for_terminals() {
+pub(crate) fn a_stopped_job_whose_lock_ends_does_not_go_on() {
+    let server = RedisServer::start();
+    let home = Home::with(&server);
+    let mut shell = Screen::shell(&home);
+    // It starts no others meanwhile: a shell caught in between sleeps rather than stops.
+    shell.enter(r#"mkfifo "$HOME/fifo"; "$LEASEHOLD" run --ttl 1s k -- bash -c 'exec 9<> "$HOME/fifo"; echo $$ > "$HOME/child"; echo ready; while :; do read -t 0.01 -u 9; echo x >> "$HOME/work"; done'; echo "code-$?""#);
+    shell.expect("ready");
+    let child = pid_in(&home.path("child"));
+    shell.type_in("\x1a");
+    shell.expect("Stopped");
+    eventually("the lock ends", || (!home.is_held("k")).then_some(()));
+    let work = || {
+        std::fs::read_to_string(home.path("work"))
+            .unwrap_or_default()
+            .len()
+    };
+    let before = work();
+    shell.enter("fg");
+    shell.expect("lost the lock k");
+    shell.enter("");
+    shell.expect("$ ");
+    assert!(is_gone(child));
+    // TERM is there before the continuation.
+    assert_eq!(work(), before);
+}
+
+pub(crate) fn colours_are_for_terminals() {
     let home = Home::new();
     let mut shell = Screen::shell(&home);
     shell.enter(r#""$LEASEHOLD" status k; echo "code-$?""#);
