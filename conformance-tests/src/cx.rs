@@ -2,14 +2,14 @@ use std::fmt;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use leasehold_core::{Backend, Claim, Error, ErrorKind, Guarantees, Hold, Key, Locks};
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -94,7 +94,39 @@ impl Cx {
 
     /// A ttl that a renewal each third keeps alive on a busy machine.
     pub(crate) fn steady_ttl(&self) -> Duration {
-        self.ttl().max(Duration::from_millis(1500))
+        self.ttl().max(Duration::from_secs(2))
+    }
+
+    /// Tries something that holds only while nothing takes long: this process runs, and the store
+    /// answers, within a sixth of `ttl`. Both are measured, and a failure counts only if it was so;
+    /// else the attempt is made again, a few times.
+    pub(crate) async fn undisturbed<F>(
+        &self,
+        ttl: Duration,
+        mut attempt: impl FnMut() -> F + Send,
+    ) -> anyhow::Result<()>
+    where
+        F: Future<Output = anyhow::Result<()>> + Send,
+    {
+        const TRIES: usize = 5;
+        let limit = ttl / 6;
+        let (client, key) = (self.client().await?, self.key());
+        for _ in 0..TRIES {
+            let (beats, answers) = (Meter::new(), Meter::new());
+            let mut meters = JoinSet::new();
+            meters.spawn(Arc::clone(&beats).measure(None));
+            let asked = (Arc::clone(&client), key.clone());
+            meters.spawn(Arc::clone(&answers).measure(Some(asked)));
+            let outcome = attempt().await;
+            drop(meters);
+            let longest = beats.longest().max(answers.longest());
+            match outcome {
+                Err(error) if longest < limit => return Err(error),
+                Err(_) => {}
+                Ok(()) => return Ok(()),
+            }
+        }
+        bail!("too slow to tell: in {TRIES} tries this process or the store took {limit:?} or more")
     }
 
     /// A new client.
@@ -246,51 +278,32 @@ impl fmt::Display for Skip {
 
 impl std::error::Error for Skip {}
 
-/// Tries something that a busy machine can spoil: `attempt` says for how long it may be kept from
-/// running, and how it went. A failure counts only if this process did run all the time.
-pub(crate) async fn undisturbed<F>(
-    longest_stall: Duration,
-    mut attempt: impl FnMut() -> F + Send,
-) -> anyhow::Result<()>
-where
-    F: Future<Output = anyhow::Result<()>> + Send,
-{
-    const TRIES: usize = 5;
-    for _ in 0..TRIES {
-        let stalled = Arc::new(AtomicU64::new(0));
-        let meter = AbortOnDrop(tokio::spawn(measure(Arc::clone(&stalled))));
-        let outcome = attempt().await;
-        drop(meter);
-        let stalled = Duration::from_millis(stalled.load(Ordering::Relaxed));
-        match outcome {
-            Err(error) if stalled < longest_stall => return Err(error),
-            Err(_) => {}
-            Ok(()) => return Ok(()),
+/// The longest that something took, what is under way included.
+#[derive(Debug)]
+struct Meter(Mutex<(Duration, Instant)>);
+
+impl Meter {
+    fn new() -> Arc<Self> {
+        Arc::new(Self(Mutex::new((Duration::ZERO, Instant::now()))))
+    }
+
+    /// Measures for ever how long a short sleep and, if one is named, a store's answer takes.
+    async fn measure(self: Arc<Self>, store: Option<(Arc<dyn Backend>, Key)>) {
+        loop {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            if let Some((client, key)) = &store {
+                // A failure is answered too.
+                drop(client.holder(key).await);
+            }
+            self.longest();
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).1 = Instant::now();
         }
     }
-    bail!(
-        "the machine is too busy: this process was kept from running for {longest_stall:?} in each of {TRIES} tries"
-    )
-}
 
-/// Notes the longest time for which this process did not run.
-async fn measure(longest: Arc<AtomicU64>) {
-    const STEP: Duration = Duration::from_millis(10);
-    loop {
-        let start = Instant::now();
-        tokio::time::sleep(STEP).await;
-        let stall = start.elapsed().saturating_sub(STEP).as_millis();
-        longest.fetch_max(u64::try_from(stall).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-}
-
-/// A task that ends with its handle.
-#[derive(Debug)]
-pub(crate) struct AbortOnDrop<T>(pub(crate) JoinHandle<T>);
-
-impl<T> Drop for AbortOnDrop<T> {
-    fn drop(&mut self) {
-        self.0.abort();
+    fn longest(&self) -> Duration {
+        let mut measured = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        measured.0 = measured.0.max(measured.1.elapsed());
+        measured.0
     }
 }
 

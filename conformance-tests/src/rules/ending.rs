@@ -13,8 +13,8 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 
 use crate::cx::{
-    Cx, SOON, Skip, after, claim, drive, fails, granted, locks, queued, refused, soon, undisturbed,
-    waiting, within,
+    Cx, SOON, Skip, after, claim, drive, fails, granted, locks, queued, refused, soon, waiting,
+    within,
 };
 use crate::faulty::{Fault, Faulty};
 use crate::rule::{Rule, check};
@@ -142,12 +142,14 @@ async fn killed_process_frees(cx: Cx) -> anyhow::Result<()> {
 }
 
 async fn renewal_outlives(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(cx.steady_ttl() / 3, || outlives(&cx, 4, None)).await
+    cx.undisturbed(cx.steady_ttl(), || outlives(&cx, 4, None))
+        .await
 }
 
 /// Two renewals in a row fail, the next go through.
 async fn renewal_outlives_failures(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(cx.steady_ttl() / 6, || outlives(&cx, 2, Some(2))).await
+    cx.undisturbed(cx.steady_ttl(), || outlives(&cx, 2, Some(2)))
+        .await
 }
 
 async fn outlives(cx: &Cx, ttls: u32, failures: Option<usize>) -> anyhow::Result<()> {
@@ -357,17 +359,13 @@ async fn late_grant_at_a_stopped_client(cx: Cx) -> anyhow::Result<()> {
 }
 
 async fn fixed_lease_ends(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(cx.steady_ttl() / 3, || {
-        ends_by_itself(&cx, Limit::FixedLease)
-    })
-    .await
+    cx.undisturbed(cx.steady_ttl(), || ends_by_itself(&cx, Limit::FixedLease))
+        .await
 }
 
 async fn maximum_hold_ends(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(cx.steady_ttl() / 3, || {
-        ends_by_itself(&cx, Limit::MaximumHold)
-    })
-    .await
+    cx.undisturbed(cx.steady_ttl(), || ends_by_itself(&cx, Limit::MaximumHold))
+        .await
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

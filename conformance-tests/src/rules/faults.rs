@@ -7,8 +7,7 @@ use anyhow::{Context as _, bail, ensure};
 use leasehold_core::{Backend, ErrorKind, Expiry, Guard, Hold, Key, Locks};
 
 use crate::cx::{
-    Cx, SOON, after, claim, fails, granted, locks, queued, refused, soon, undisturbed, waiting,
-    within,
+    Cx, SOON, after, claim, fails, granted, locks, queued, refused, soon, waiting, within,
 };
 use crate::harness::Control;
 use crate::history;
@@ -147,11 +146,13 @@ fn noticing(client: Arc<dyn Backend>, ttl: Duration) -> Locks {
 }
 
 async fn healed_after_a_cut(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(fault_ttl(&cx) / 6, || healed(&cx, Flow::Cut)).await
+    cx.undisturbed(fault_ttl(&cx), || healed(&cx, Flow::Cut))
+        .await
 }
 
 async fn healed_after_silence(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(fault_ttl(&cx) / 6, || healed(&cx, Flow::Hold)).await
+    cx.undisturbed(fault_ttl(&cx), || healed(&cx, Flow::Hold))
+        .await
 }
 
 async fn healed(cx: &Cx, flow: Flow) -> anyhow::Result<()> {
@@ -331,7 +332,8 @@ async fn server_stops_for_long(cx: Cx) -> anyhow::Result<()> {
 }
 
 async fn server_stops_for_a_moment(cx: Cx) -> anyhow::Result<()> {
-    undisturbed(fault_ttl(&cx) / 6, || stops_for_a_moment(&cx)).await
+    cx.undisturbed(fault_ttl(&cx), || stops_for_a_moment(&cx))
+        .await
 }
 
 async fn stops_for_a_moment(cx: &Cx) -> anyhow::Result<()> {

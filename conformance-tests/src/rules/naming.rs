@@ -257,21 +257,21 @@ async fn impossible_names(cx: Cx) -> anyhow::Result<()> {
 }
 
 async fn tokens_rise(cx: Cx) -> anyhow::Result<()> {
-    const GRANTS: usize = 60;
+    const GRANTS: usize = 1000;
     let clients = [cx.client().await?, cx.client().await?, cx.client().await?];
     let (key, mut random) = (cx.key(), cx.random());
     let mut last = None;
     for grant in 0..GRANTS {
         let client = &clients[random.usize(..clients.len())];
-        let abandoned = grant % 20 == 10;
+        let abandoned = grant % 400 == 200;
         let ttl = if abandoned { cx.ttl() } else { Cx::LONG };
         let wanted = waiting(&key, ttl);
         let hold = within(after(cx.ttl()), "the next grant", client.acquire(&wanted)).await??;
         let mut hold = hold.context("a claim without a limit to its wait gave up")?;
         rises(&mut last, hold.token())?;
-        match grant % 20 {
-            10 => drop(hold),
-            15 => take_away(&*clients[0], &key, &mut *hold)
+        match grant % 50 {
+            _ if abandoned => drop(hold),
+            25 => take_away(&*clients[0], &key, &mut *hold)
                 .await
                 .or_else(skipped)?,
             _ => soon("a release is answered", hold.release()).await??,

@@ -243,6 +243,8 @@ async fn take_turn(
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
         .push(place);
+    // Held for a moment, so that whoever would push in has the time to.
+    tokio::time::sleep(Duration::from_millis(2)).await;
     hold.release().await?;
     Ok(())
 }
