@@ -164,7 +164,7 @@ impl Backend for ZooKeeper {
 async fn holder(session: &Session, key: &Key) -> Answer<Option<Holder>> {
     let parent = session.options().parent(key);
     loop {
-        let children = list(session, &parent, ZooKeeper::TTL).await?;
+        let children = list(session, &parent, ZooKeeper::PATIENCE).await?;
         let Some(first) = names::first(&children) else {
             return Ok(None);
         };
@@ -182,7 +182,7 @@ async fn holder(session: &Session, key: &Key) -> Answer<Option<Holder>> {
 /// The node that holds the lock, by its path, if it is the one that is named.
 async fn target(session: &Session, key: &Key, grant: Option<&Holder>) -> Answer<Option<String>> {
     let parent = session.options().parent(key);
-    let children = list(session, &parent, ZooKeeper::TTL).await?;
+    let children = list(session, &parent, ZooKeeper::PATIENCE).await?;
     let first =
         names::first(&children).filter(|first| grant.is_none_or(|grant| grant.grant == *first));
     Ok(first.map(|first| format!("{parent}/{first}")))

@@ -142,6 +142,15 @@ impl ZooKeeperOptions {
         &self.servers
     }
 
+    /// The servers as the client gets them. Between its attempts to connect it pauses twice as long
+    /// with every round, so that the end of an interruption may be noticed after twice its length; but
+    /// within a round the pauses only grow by 50 ms. So each server is named several times.
+    pub(crate) fn connect_string(&self) -> String {
+        const NAMES: usize = 16;
+        let servers = self.servers.split(',').count();
+        vec![self.servers.as_str(); NAMES.div_ceil(servers)].join(",")
+    }
+
     pub(crate) fn connect_timeout(&self) -> Duration {
         self.connect_timeout
     }
@@ -288,6 +297,7 @@ mod tests {
         assert_eq!(options.credentials, Some(("u:1".into(), "p@s".into())));
         let key = Key::new("x/y").unwrap();
         assert_eq!(options.parent(&key), "/a/b/locks/x%2Fy");
+        assert_eq!(options.connect_string().matches("h1:2181").count(), 6);
         let root = ZooKeeperOptions::new("zk://h/c").unwrap().with_prefix("/");
         assert_eq!(root.check().unwrap().parent(&key), "/c/x%2Fy");
     }

@@ -2,6 +2,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use leasehold_core::{Moment, Token, Validity};
+use tokio::sync::Notify;
 use tokio::time::sleep;
 use tracing::warn;
 use uuid::Uuid;
@@ -24,6 +25,7 @@ pub(crate) struct Place {
     own: String,
     entered: Option<Entered>,
     validity: Validity,
+    told: Arc<Notify>,
     /// Granted by one that held the lock before.
     in_turn: bool,
     /// Nothing is left of it.
@@ -43,6 +45,7 @@ impl Place {
             validity: session.validity().child(),
             own: names::own(id),
             entered: None,
+            told: Arc::default(),
             in_turn: false,
             gone: true,
             session,
@@ -59,6 +62,13 @@ impl Place {
         &self.validity
     }
 
+    /// Resolves when the validity has ended; for places that wait, after they were entered.
+    pub(crate) async fn ended(&self) {
+        while !self.validity.is_ended() {
+            self.told.notified().await;
+        }
+    }
+
     /// The fencing token: the number of the transaction that created the node. Nodes are created in
     /// the order of the queue, so it rises with each grant.
     pub(crate) fn token(&self) -> Token {
@@ -69,8 +79,9 @@ impl Place {
 
     /// Creates the node and lists the contenders.
     ///
-    /// 1. Create and list go out together: one round trip, as long as the parent is there.
-    /// 2. The parent is missing: it is made, and 1 again.
+    /// 1. Create and list go out together, with one more create in front for a parent that was not
+    ///    seen lately: one round trip.
+    /// 2. The parent and the folders above it are missing: they are made, and 1 again.
     /// 3. No answer to the create: it may have been carried out, or may still be on its way through
     ///    another server. When the session stands on a connection again its leader refuses what
     ///    comes by way of the former one, and `sync` waits for all that the leader had accepted
@@ -78,13 +89,17 @@ impl Place {
     pub(crate) async fn enter(&mut self, data: &str, limit: Duration) -> Answer<Vec<String>> {
         let started = Moment::now();
         let place = self.session.options().place();
+        let folder = self.session.options().folder();
         let path = format!("{}/{}", self.parent, self.own);
         loop {
             let left = limit.saturating_sub(started.elapsed());
             self.gone = false;
             let (session, parent) = (&self.session, self.parent.as_str());
+            let known = session.knows_folder(parent);
             let answer = session
                 .ask(left, async |client| {
+                    // Its answer does not matter: either there is a parent then, or there is none.
+                    let _made = (!known).then(|| client.create(parent, b"", &folder));
                     let created = client.create(&path, data.as_bytes(), &place);
                     let listed = client.list_children(parent);
                     Ok((created.await, listed.await))
@@ -92,6 +107,7 @@ impl Place {
                 .await?;
             match answer {
                 (Ok((stat, sequence)), listed) => {
+                    self.session.note_folder(&self.parent, true);
                     let sequence = sequence.into_i64();
                     self.entered(names::numbered(&self.own, sequence), stat.czxid);
                     return match listed {
@@ -102,7 +118,12 @@ impl Place {
                         answer => answer,
                     };
                 }
-                (Err(Client::NoNode), _) => self.session.make_folder(&self.parent, left).await?,
+                (Err(Client::NoNode), _) => {
+                    self.session.note_folder(&self.parent, false);
+                    if !known {
+                        self.session.make_folder(&self.parent, left).await?;
+                    }
+                }
                 (Err(error), _) if error::is_unanswered(&error) => {
                     sleep(PAUSE.min(left)).await;
                     let left = limit.saturating_sub(started.elapsed());
@@ -244,7 +265,7 @@ impl Place {
         let token = Token::new(u64::try_from(czxid).unwrap_or_default());
         self.entered = Some(Entered { name, token });
         if let Some(path) = self.path() {
-            self.session.add(&path, &self.validity);
+            self.session.add(&path, &self.validity, &self.told);
         }
     }
 
@@ -278,17 +299,25 @@ pub(crate) enum Ahead<'a> {
     },
 }
 
-/// The children of `parent`, all that was decided before now included; none, if it is missing.
+/// The children of `parent`, all that was decided before now included; none, if it is missing. Asked
+/// again after a lost connection until `limit` is over.
 pub(crate) async fn list(session: &Session, parent: &str, limit: Duration) -> Answer<Vec<String>> {
-    let listed = session.ask(limit, async |client| {
-        let synced = client.sync(parent);
-        let listed = client.list_children(parent);
-        synced.await?;
-        listed.await
-    });
-    match listed.await {
-        Err(Client::NoNode) => Ok(Vec::new()),
-        answer => answer,
+    let started = Moment::now();
+    loop {
+        let left = limit.saturating_sub(started.elapsed());
+        let listed = session.ask(left, async |client| {
+            let synced = client.sync(parent);
+            let listed = client.list_children(parent);
+            synced.await?;
+            listed.await
+        });
+        match listed.await {
+            Err(Client::NoNode) => return Ok(Vec::new()),
+            Err(error) if error::is_unanswered(&error) && error != Client::Timeout => {
+                sleep(PAUSE.min(left)).await;
+            }
+            answer => return answer,
+        }
     }
 }
 

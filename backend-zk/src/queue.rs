@@ -116,7 +116,7 @@ async fn attempt(
         let answer = tokio::select! {
             biased;
             answer = served => answer,
-            () = place.validity().ended() => Err(Client::ClientClosed),
+            () = place.ended() => Err(Client::ClientClosed),
             () = wait.over() => return Ok(Outcome::Refused),
         };
         match answer {

@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use leasehold_core::{Moment, Result, Validity};
 use tokio::runtime::Handle;
+use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 use zookeeper_client::{Client, EventType, SessionState, StateWatcher};
@@ -42,12 +43,16 @@ pub(crate) struct Session {
     runtime: Handle,
     /// Our nodes by their path, and whether they are watched.
     nodes: Mutex<HashMap<String, Own>>,
+    /// Folders that were there lately.
+    folders: Mutex<HashSet<String>>,
     uses: AtomicU64,
 }
 
 #[derive(Debug)]
 struct Own {
     validity: Validity,
+    /// Woken when it has ended. (To wait for the validity itself takes a timer for each that waits.)
+    told: Arc<Notify>,
     created: Moment,
     watched: bool,
 }
@@ -105,7 +110,7 @@ impl Session {
         const LONGEST: Duration = Duration::from_millis(i32::MAX as u64);
         let sent = Moment::now();
         let connector = options.connector(ttl.clamp(Self::SHORTEST, LONGEST));
-        let client = connector.connect(options.servers()).await?;
+        let client = connector.connect(&options.connect_string()).await?;
         let timeout = client.session_timeout();
         let mut pulse = Pulse::new(sent, ttl, timeout);
         let sent = Moment::now();
@@ -119,6 +124,7 @@ impl Session {
             options: options.clone(),
             runtime: Handle::current(),
             nodes: Mutex::default(),
+            folders: Mutex::default(),
             uses: AtomicU64::new(0),
         });
         debug!(target: "leasehold", id = %session.name(), ?ttl, ?timeout, "session opened");
@@ -175,6 +181,29 @@ impl Session {
             .unwrap_or(Err(zookeeper_client::Error::Timeout))
     }
 
+    /// Whether the folder was there lately. It is only a guess: the servers sweep empty ones.
+    pub(crate) fn knows_folder(&self, path: &str) -> bool {
+        self.folders().contains(path)
+    }
+
+    /// Remembers whether the folder is there.
+    pub(crate) fn note_folder(&self, path: &str, there: bool) {
+        const REMEMBERED: usize = 10_000;
+        let mut folders = self.folders();
+        if !there {
+            folders.remove(path);
+        } else if !folders.contains(path) {
+            if folders.len() == REMEMBERED {
+                folders.clear();
+            }
+            folders.insert(path.to_owned());
+        }
+    }
+
+    fn folders(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.folders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Makes the folder `path` and those above it where they are missing.
     pub(crate) async fn make_folder(&self, path: &str, limit: Duration) -> Answer<()> {
         let options = self.options.folder();
@@ -187,6 +216,9 @@ impl Session {
         self.validity.end();
         let client = self.slot().take();
         drop(client);
+        for own in self.nodes().values() {
+            own.told.notify_one();
+        }
     }
 
     /// Ends it and waits until the servers have answered, or until `limit` is over.
@@ -211,13 +243,17 @@ impl Session {
 /// The nodes of its locks.
 impl Session {
     /// A node was created. Its validity ends with the session, or when the node is found deleted.
-    pub(crate) fn add(&self, path: &str, validity: &Validity) {
+    pub(crate) fn add(&self, path: &str, validity: &Validity, told: &Arc<Notify>) {
         let own = Own {
             validity: validity.clone(),
+            told: told.clone(),
             created: Moment::now(),
             watched: false,
         };
         self.nodes().insert(path.to_owned(), own);
+        if self.is_over() {
+            told.notify_one();
+        }
     }
 
     /// We are about to delete it ourselves: from here on nobody is told.
@@ -230,6 +266,7 @@ impl Session {
         let own = self.nodes().remove(path);
         if let Some(own) = &own {
             own.validity.end();
+            own.told.notify_one();
         }
         own.is_some()
     }
@@ -361,7 +398,8 @@ struct Alive(Weak<Session>);
 impl Alive {
     async fn keep(self, mut pulse: Pulse, mut state: StateWatcher) {
         let interval = pulse.beat();
-        let look = interval.min(Session::UNWATCHED);
+        // Often: what a new connection proves counts from the last look at the former one.
+        let look = (interval / 4).min(Session::UNWATCHED);
         let mut under_way: Option<Beat> = None;
         let mut last_beat: Option<Moment> = None;
         // When the connection last was seen to stand, and whether it has been lost since.
