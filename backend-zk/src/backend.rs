@@ -29,6 +29,17 @@ pub struct ZooKeeper {
 }
 
 impl ZooKeeper {
+    /// What it promises. The servers may only grant a longer shortest ttl than this:
+    /// [`Backend::guarantees`] says what they do.
+    pub const GUARANTEES: Guarantees = {
+        let mut guarantees = Guarantees::new(Expiry::Session, Session::SHORTEST);
+        guarantees.consistency = Consistency::Linearizable;
+        guarantees.fairness = Fairness::Fifo;
+        guarantees.wakeup = Wakeup::Push;
+        guarantees.tokens = Tokens::Durable;
+        guarantees
+    };
+
     /// Connects to the servers of `url` with the default options; for the form of the URL see
     /// [`ZooKeeperOptions::new`].
     ///
@@ -60,7 +71,8 @@ impl ZooKeeper {
         let limit = options.connect_timeout();
         // The shortest that the servers grant; too short to be used for anything else.
         let session = Session::open(options.clone(), Session::SHORTEST, limit).await?;
-        let mut guarantees = Guarantees::new(Expiry::Session, session.timeout());
+        let mut guarantees = Self::GUARANTEES;
+        guarantees.shortest_ttl = session.timeout();
         session.close(Session::SHORTEST).await;
         guarantees.consistency = Consistency::Linearizable;
         guarantees.fairness = Fairness::Fifo;

@@ -16,6 +16,9 @@ pub use leasehold_file as file;
 #[cfg(feature = "redis")]
 #[doc(inline)]
 pub use leasehold_redis as redis;
+#[cfg(feature = "zk")]
+#[doc(inline)]
+pub use leasehold_zk as zk;
 pub use open::open;
 
 /// For those who bring a store of their own: the traits to implement, and what they speak of.

@@ -3,6 +3,7 @@
 mod file;
 mod memory;
 mod redis;
+mod zk;
 
 use std::pin::Pin;
 
@@ -10,7 +11,13 @@ use leasehold_core::{Locks, Result};
 
 use crate::setting::Setting;
 
-pub(crate) const SCHEMES: &[Scheme] = &[memory::SCHEME, file::SCHEME, redis::PLAIN, redis::TLS];
+pub(crate) const SCHEMES: &[Scheme] = &[
+    memory::SCHEME,
+    file::SCHEME,
+    redis::PLAIN,
+    redis::TLS,
+    zk::SCHEME,
+];
 
 /// One kind of store.
 pub(crate) struct Scheme {

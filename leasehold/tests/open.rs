@@ -205,6 +205,9 @@ async fn a_store_that_was_not_built_in_says_how() {
         left_out.push(("redis://me:hunter2@host", "redis", "redis"));
         left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
     }
+    if cfg!(not(feature = "zk")) {
+        left_out.push(("zk://me:hunter2@host,other/chroot", "zk", "zk"));
+    }
     for (url, scheme, feature) in left_out {
         let error = open(url).await.expect_err("not built in");
         assert_eq!(error.kind(), ErrorKind::Unsupported);
@@ -337,5 +340,75 @@ async fn passwords_are_not_shown() {
         let error = open(url).await.expect_err(url);
         let said = format!("{error} {error:?}");
         assert!(!said.contains("hunter2"), "{url}: {said}");
+    }
+}
+
+#[cfg(feature = "zk")]
+mod zk {
+    use super::*;
+
+    #[tokio::test]
+    async fn options_are_checked_before_anything_is_sent() {
+        // Nobody listens there.
+        let server = "zk://127.0.0.1:1";
+        for (url, says) in [
+            (
+                format!("{server}?prefx=a"),
+                "a zk: URL has no option prefx: did you mean prefix?",
+            ),
+            (format!("{server}?prefix=a"), "the prefix \"a\" is no path"),
+            (
+                format!("{server}?creator_only=yes"),
+                "creator_only=yes is neither true nor false",
+            ),
+            (
+                format!("{server}?creator_only=true"),
+                "give credentials too",
+            ),
+            (
+                format!("{server}?connect_timeout=0s"),
+                "connect_timeout=0s is no limit",
+            ),
+            ("zk://host:port".into(), "zk://host1:2181,host2:2181"),
+            ("zk://hunter2@host".into(), "user:password"),
+        ] {
+            let said = refusal(&url).await;
+            assert!(said.contains(says), "{url}: {said}");
+            assert!(!said.contains("hunter2"), "{url}: {said}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_not_there_is_unavailable() {
+        let url = "zk://me:hunter2@127.0.0.1:1,127.0.0.1:2/a?connect_timeout=1s";
+        let error = open(url).await.expect_err("nobody listens there");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        let said = format!("{error} {error:?}");
+        assert!(
+            said.contains("127.0.0.1:1,127.0.0.1:2") && !said.contains("hunter2"),
+            "{said}"
+        );
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_is_opened_with_its_options() {
+        let servers = match leasehold_conformance::fixtures::zookeeper::ZooKeeper::find(1).await {
+            Ok(servers) => servers,
+            Err(missing) => {
+                assert!(!missing.is_required(), "{missing}");
+                eprintln!("not tried: {missing}");
+                return;
+            }
+        };
+        let url = servers.url();
+        let here = opened(&format!("{url}/a?prefix=/here&connect_timeout=20s")).await;
+        let same = opened(&format!("{url}/a?prefix=%2Fhere&wait=0s")).await;
+        let elsewhere = opened(&format!("{url}/b?prefix=/here")).await;
+        let guard = here.lock("open").await.expect("free");
+        let error = same.lock("open").await.expect_err("held");
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        let apart = elsewhere.try_lock("open").await.expect("answered");
+        assert!(apart.is_some());
+        guard.release().await.expect("released");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `LEASEHOLD_UPDATE=1 cargo test -p leasehold --all-features --test promises` writes the table anew.
 
-#![cfg(all(feature = "file", feature = "redis"))]
+#![cfg(all(feature = "file", feature = "redis", feature = "zk"))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 use std::fs;
@@ -10,6 +10,7 @@ use std::path::Path;
 
 use leasehold::file::Folder;
 use leasehold::redis::Redis;
+use leasehold::zk::ZooKeeper;
 use leasehold::{Guarantees, Memory};
 
 /// Name, page (relative to the workspace), guarantees.
@@ -18,6 +19,7 @@ fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
         ("Memory", None, Memory::GUARANTEES),
         ("File", Some("backend-file"), Folder::GUARANTEES),
         ("Redis", Some("backend-redis"), Redis::GUARANTEES),
+        ("ZooKeeper", Some("backend-zk"), ZooKeeper::GUARANTEES),
     ]
 }
 
