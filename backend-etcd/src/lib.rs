@@ -1,4 +1,4 @@
-//! Leasehold on etcd.
+#![doc = include_str!("../README.md")]
 
 mod backend;
 mod cleaner;
