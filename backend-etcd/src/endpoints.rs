@@ -150,6 +150,20 @@ impl Endpoints {
         self.leave(channel.index, Some(channel));
     }
 
+    /// Whether there is another member to turn to.
+    pub(crate) fn are_several(&self) -> bool {
+        self.servers.len() > 1
+    }
+
+    /// Whether requests go by this channel now.
+    pub(crate) fn is_preferred(&self, channel: &Arc<Channel>) -> bool {
+        let current = self.servers[channel.index].channel();
+        channel.index == self.preferred()
+            && current
+                .as_ref()
+                .is_some_and(|current| Arc::ptr_eq(current, channel))
+    }
+
     pub(crate) fn map(&self, channel: &Channel, error: &etcd_client::Error) -> Failure {
         error::map(&self.servers[channel.index].name, error)
     }

@@ -315,64 +315,58 @@ impl Keeper {
                     "etcd lease not kept alive in time: its locks are lost");
                 return;
             }
+            // The rest is for further attempts; where there are other members, for more of them.
+            let limit = left / if self.endpoints.are_several() { 4 } else { 2 };
             let sent = Moment::now();
-            // Half of what remains leaves time for another attempt.
-            match timeout(left / 2, self.attempt(left / 2)).await {
-                Ok(Ok(Some(term))) => {
+            match self.attempt(limit).await {
+                Some(Some(term)) => {
                     self.validity.extend(sent, term.min(self.term));
                     return;
                 }
-                Ok(Ok(None)) => {
+                Some(None) => {
                     warn!(target: "leasehold", lease = %format_args!("{:x}", self.lease), ttl = ?self.ttl,
                         "etcd lease is gone: its locks are lost");
                     self.validity.end();
                     return;
                 }
-                Ok(Err(())) | Err(_) => {
+                None => {
                     debug!(target: "leasehold", lease = %format_args!("{:x}", self.lease), ?left,
                         "etcd lease not kept alive, trying again");
                 }
             }
-            // The answer that did not come must not be taken for the next one's.
-            if let Some(stream) = self.stream.take() {
-                self.endpoints.leave_channel(&stream.channel);
-            }
-            tokio::time::sleep((self.ttl / 20).min(left / 8).min(LONGEST_SLEEP)).await;
+            tokio::time::sleep((self.ttl / 20).min(left / 16).min(LONGEST_SLEEP)).await;
         }
     }
 
-    /// One request and its answer; `None`: there is no such lease.
-    async fn attempt(&mut self, limit: Duration) -> Result<Option<Duration>, ()> {
-        if let Some(stream) = &mut self.stream {
-            stream.keeper.keep_alive().await.map_err(drop)?;
-            let answer = stream.answers.message().await.map_err(drop)?;
-            return Ok(seconds_of(answer.ok_or(())?.ttl()));
-        }
-        let channel = self.endpoints.connect(limit).await.map_err(drop)?;
-        // The opening of the stream sends and awaits the first request.
-        match channel.lease.clone().keep_alive(self.lease).await {
-            Ok((keeper, answers)) => {
-                self.stream = Some(Stream {
-                    channel,
-                    keeper,
-                    answers,
-                });
-                // It does not tell the term, but that never changes.
-                Ok(Some(self.term))
+    /// One request and its answer: the term, or that there is no such lease. `None`: no answer; then
+    /// the stream is given up, for the answer must not be taken for the next one's, and the member is
+    /// left.
+    async fn attempt(&mut self, limit: Duration) -> Option<Option<Duration>> {
+        // Others may have found that it hangs.
+        let stream = self.stream.take();
+        let stream = stream.filter(|stream| self.endpoints.is_preferred(&stream.channel));
+        let started = Moment::now();
+        let channel = match &stream {
+            Some(stream) => stream.channel.clone(),
+            None => self.endpoints.connect(limit).await.ok()?,
+        };
+        let limit = limit.saturating_sub(started.elapsed());
+        match timeout(limit, ask(&channel, self.lease, stream)).await {
+            Ok(Ok((stream, term))) => {
+                self.stream = Some(stream);
+                // The first answer on a stream does not tell the term, but that never changes.
+                Some(Some(term.unwrap_or(self.term)))
             }
-            Err(etcd_client::Error::LeaseKeepAliveError(reason))
-                if reason.contains("not found") =>
-            {
-                Ok(None)
-            }
-            Err(error) => {
+            Ok(Err(error)) if is_gone(&error) => Some(None),
+            Ok(Err(error)) => {
                 let failure = self.endpoints.map(&channel, &error);
-                if failure.error.kind() == ErrorKind::Lost {
-                    return Ok(None);
-                }
-                debug!(target: "leasehold", error = %failure.error, "etcd's keepalive stream was not opened");
+                debug!(target: "leasehold", error = %failure.error, "etcd's keepalive stream broke");
                 self.endpoints.leave_channel(&channel);
-                Err(())
+                None
+            }
+            Err(_elapsed) => {
+                self.endpoints.leave_channel(&channel);
+                None
             }
         }
     }
@@ -390,6 +384,42 @@ impl Keeper {
             Err(failure) if failure.error.kind() != ErrorKind::Lost => Err(failure.error),
             _ => Ok(()),
         }
+    }
+}
+
+/// Sends a keepalive on `stream`, or on a new one, which sends and awaits the first by its opening.
+async fn ask(
+    channel: &Arc<Channel>,
+    lease: i64,
+    stream: Option<Stream>,
+) -> Result<(Stream, Option<Duration>), etcd_client::Error> {
+    let Some(mut stream) = stream else {
+        let (keeper, answers) = channel.lease.clone().keep_alive(lease).await?;
+        let channel = channel.clone();
+        let stream = Stream {
+            channel,
+            keeper,
+            answers,
+        };
+        return Ok((stream, None));
+    };
+    stream.keeper.keep_alive().await?;
+    let broken = || etcd_client::Error::LeaseKeepAliveError("the stream ended".into());
+    let answer = stream.answers.message().await?.ok_or_else(broken)?;
+    match seconds_of(answer.ttl()) {
+        Some(term) => Ok((stream, Some(term))),
+        None => Err(etcd_client::Error::LeaseKeepAliveError(NOT_FOUND.into())),
+    }
+}
+
+/// How the client library says that there is no such lease.
+const NOT_FOUND: &str = "lease not found";
+
+fn is_gone(error: &etcd_client::Error) -> bool {
+    match error {
+        etcd_client::Error::LeaseKeepAliveError(reason) => reason == NOT_FOUND,
+        etcd_client::Error::GRpcStatus(status) => status.message().contains(NOT_FOUND),
+        _ => false,
     }
 }
 

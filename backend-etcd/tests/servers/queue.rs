@@ -227,11 +227,15 @@ async fn cancelled_in_silence() -> anyhow::Result<()> {
     let holder = etcd(&servers).await?;
     let mut hold = held(&holder, "k").await?;
     let locks = Locks::new(at(&proxy.address().to_string()).await?).with_ttl(ttl);
-    let (short, long) = (locks.with_wait(Duration::from_secs(2)), locks.clone());
+    let (short, long) = (locks.with_wait(Duration::from_secs(5)), locks.clone());
     let queued = async {
-        until_below(&client, "locks/k/", 3)
-            .await
-            .map(|()| proxy.set(Flow::Hold))
+        until_below(&client, "locks/k/", 3).await?;
+        // Answers come in the order of the requests, more or less: theirs are here by then.
+        for _ in 0..5 {
+            locks.holder("k").await?;
+        }
+        proxy.set(Flow::Hold);
+        anyhow::Ok(())
     };
     let abandoned = tokio::spawn(async move { long.lock("k").await });
     let (outcome, silenced) = tokio::join!(within(SOON, "the wait ends", short.lock("k")), queued);
