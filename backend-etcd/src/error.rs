@@ -82,6 +82,12 @@ fn meaning(error: &etcd_client::Error) -> (Cause, ErrorKind, &'static str) {
             ErrorKind::Invalid,
             "the endpoint cannot be used",
         ),
+        // It comes from the making of a connection, before anything is sent.
+        Client::TransportError(_) => (
+            Cause::Refused,
+            ErrorKind::Invalid,
+            "the certificates cannot be used",
+        ),
         Client::InvalidMetadataValue(_) => (
             Cause::Refused,
             ErrorKind::Other,
@@ -161,20 +167,18 @@ fn of_status(code: i32, text: &str) -> (Cause, ErrorKind, &'static str) {
 /// What happened, with what caused it: the client's own words for a failed connection are just
 /// "transport error". Credentials never travel in these.
 fn text(error: &etcd_client::Error) -> String {
-    let etcd_client::Error::GRpcStatus(status) = error else {
-        return error.to_string();
+    use etcd_client::Error as Client;
+    let (mut text, mut source) = match error {
+        Client::GRpcStatus(status) => (status.message().to_owned(), status.source()),
+        Client::TransportError(error) => (error.to_string(), error.source()),
+        error => (error.to_string(), None),
     };
-    let mut text = status.message().to_owned();
-    let mut source = status.source();
     while let Some(error) = source {
         let cause = error.to_string();
         if !text.contains(&cause) {
             text = format!("{text}: {cause}");
         }
         source = error.source();
-    }
-    if text.is_empty() {
-        text = format!("status {}", i32::from(status.code()));
     }
     text
 }

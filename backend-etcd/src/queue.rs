@@ -56,15 +56,12 @@ pub(crate) async fn acquire(
         let mut place = Place::new(session.clone(), &folder, claim);
         let mut standing = match place.enter(claim).await {
             Ok(standing) => standing,
-            // The lease had gone, but nothing was queued under it: another will do.
-            Err(failure)
-                if failure.error.kind() == ErrorKind::Lost
-                    && failure.cause == Cause::Refused
-                    && tries < MOST_TRIES =>
-            {
-                session.validity.end();
+            Err(failure) if failure.error.kind() == ErrorKind::Lost && tries < MOST_TRIES => {
+                if failure.cause == Cause::Refused {
+                    // The server says that there is no such lease: the holds under it are lost.
+                    session.validity.end();
+                }
                 session.retire();
-                place.done();
                 continue;
             }
             Err(failure) => return Err(failure.error),
@@ -102,7 +99,7 @@ pub(crate) async fn acquire(
     }
 }
 
-/// A lease may go between two claims, but not again and again.
+/// A lease may end just before a claim comes, but not again and again.
 const MOST_TRIES: usize = 3;
 
 /// Where a claim stands in the queue.
@@ -219,7 +216,7 @@ impl Place {
         }
         match entered? {
             Entered::At(standing) => Ok(standing),
-            Entered::Somewhere(ours) => self.look(ours, self.request_limit).await,
+            Entered::Somewhere(ours) => self.look(ours).await,
         }
     }
 
@@ -285,7 +282,7 @@ impl Place {
         watching.woken().await?;
         drop(watching);
         loop {
-            match self.look(ahead.ours, self.request_limit).await {
+            match self.look(ahead.ours).await {
                 Ok(standing) => return Ok(standing),
                 Err(failure) if failure.error.is_transient() => {
                     sleep((self.session.ttl / 20).min(Duration::from_secs(1))).await;
@@ -296,14 +293,15 @@ impl Place {
     }
 
     /// Step 3.
-    async fn look(&self, ours: i64, limit: Duration) -> Result<Standing, Failure> {
+    async fn look(&self, ours: i64) -> Result<Standing, Failure> {
         let request = |channel: Arc<Channel>, _| {
             let still_ours = Compare::create_revision(&*self.key, CompareOp::Equal, ours);
             let older = newest(&self.folder, 1, Some(ours - 1));
             let txn = Txn::new().when([still_ours]).and_then([older]);
             async move { channel.kv.clone().txn(txn).await }
         };
-        let answer = self.session.link.endpoints.request(limit, request).await?;
+        let endpoints = &self.session.link.endpoints;
+        let answer = endpoints.request(self.request_limit, request).await?;
         if !answer.succeeded() {
             return Err(Failure {
                 error: error::lost(&self.key),

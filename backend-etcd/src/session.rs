@@ -16,7 +16,7 @@ use crate::endpoints::{Channel, Endpoints};
 use crate::error;
 use crate::link::Link;
 
-/// A lease at the server, shared by all claims of one ttl, and what stands under it.
+/// A lease at the server, shared by the claims of one ttl, and what stands under it.
 ///
 /// 1. *Granted* with the ttl in whole seconds, rounded down, so that a dead client's locks do not
 ///    outlive their ttl; the server's shortest if that is longer. Then the holds still end on time at
@@ -108,7 +108,12 @@ impl Session {
 
     /// Whether new claims may use it.
     pub(crate) fn is_open(&self) -> bool {
-        !self.retired.load(Ordering::Relaxed) && !self.validity.is_ended()
+        /// The client library takes no answer above 4 MiB, and the list of keys has to fit, even if
+        /// each is as long as can be.
+        const MOST_KEYS: usize = 1_000;
+        !self.retired.load(Ordering::Relaxed)
+            && !self.validity.is_ended()
+            && self.keys().len() < MOST_KEYS
     }
 
     /// It takes no new claims.
