@@ -29,6 +29,17 @@ pub struct Etcd {
 }
 
 impl Etcd {
+    /// What every cluster promises; the shortest ttl is that of etcd's default settings, and each
+    /// client [says](Backend::guarantees) what its own cluster grants.
+    pub const GUARANTEES: Guarantees = {
+        let mut guarantees = Guarantees::new(Expiry::Session, Duration::from_secs(2));
+        guarantees.consistency = Consistency::Linearizable;
+        guarantees.fairness = Fairness::Fifo;
+        guarantees.wakeup = Wakeup::Push;
+        guarantees.tokens = Tokens::Durable;
+        guarantees
+    };
+
     /// Connects to a cluster by some of its members, each `host:port`, without user or TLS.
     ///
     /// # Errors
@@ -59,12 +70,8 @@ impl Etcd {
         options.check()?;
         runtime()?;
         let link = Link::start(options.clone());
-        let shortest_ttl = look_whether_it_will_do(&link, &options).await?;
-        let mut guarantees = Guarantees::new(Expiry::Session, shortest_ttl);
-        guarantees.consistency = Consistency::Linearizable;
-        guarantees.fairness = Fairness::Fifo;
-        guarantees.wakeup = Wakeup::Push;
-        guarantees.tokens = Tokens::Durable;
+        let mut guarantees = Self::GUARANTEES;
+        guarantees.shortest_ttl = look_whether_it_will_do(&link, &options).await?;
         Ok(Self {
             options,
             guarantees,

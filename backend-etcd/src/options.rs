@@ -51,9 +51,9 @@ impl EtcdOptions {
     /// # Errors
     /// [`ErrorKind::Invalid`] if there is none, or one is not of this form.
     pub fn new(endpoints: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Self> {
-        let endpoints = endpoints
-            .into_iter()
-            .map(|endpoint| Endpoint::read(endpoint.as_ref()))
+        let endpoints = (1..)
+            .zip(endpoints)
+            .map(|(number, endpoint)| Endpoint::read(number, endpoint.as_ref()))
             .collect::<Result<Vec<_>>>()?;
         if endpoints.is_empty() {
             return Err(invalid(
@@ -195,20 +195,22 @@ impl EtcdOptions {
 }
 
 impl Endpoint {
-    fn read(text: &str) -> Result<Self> {
+    /// What is wrong is never quoted: it may be a part of a password.
+    fn read(number: usize, text: &str) -> Result<Self> {
         let (scheme, address) = match text.split_once("://") {
             Some(("http", address)) => (Some(Scheme::Http), address),
             Some(("https", address)) => (Some(Scheme::Https), address),
             Some(_) => {
-                return Err(invalid("begin each with http://, https:// or nothing"));
+                return Err(invalid(&format!(
+                    "number {number} begins with neither http:// nor https://, nor directly with the host"
+                )));
             }
             None => (None, text),
         };
         if address.contains('@') {
-            // Not quoted: what stands before it is a password.
-            return Err(invalid(
-                "one has a user in it: user name and password are options of their own",
-            ));
+            return Err(invalid(&format!(
+                "number {number} has a user in it: user name and password are options of their own"
+            )));
         }
         let address = address.strip_suffix('/').unwrap_or(address);
         let port = address.rsplit_once(':').filter(|(host, _)| {
@@ -217,7 +219,7 @@ impl Endpoint {
         });
         if port.is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
             return Err(invalid(&format!(
-                "{address:?} is not host:port, as in localhost:2379 or [::1]:2379"
+                "number {number} is not host:port, as in localhost:2379 or [::1]:2379"
             )));
         }
         Ok(Self {
