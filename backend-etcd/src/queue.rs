@@ -40,6 +40,9 @@ use crate::{names, value};
 /// What is dropped on the way leaves too, in the background: a transaction under way is heard to its
 /// end first, for a deletion that overtook it would leave the key behind.
 ///
+/// A waiter whose lease runs out because nothing gets through enters again under another one, as soon
+/// as that is possible. One whose lease was revoked fails.
+///
 /// Two claims on one folder must never share a transaction, for its comparisons are judged before it
 /// writes anything: both would be granted.
 pub(crate) async fn acquire(
@@ -48,55 +51,88 @@ pub(crate) async fn acquire(
     claim: &Claim,
 ) -> Result<Option<EtcdHold>> {
     let started = Moment::now();
+    let left = || match claim.wait {
+        Some(wait) => wait.saturating_sub(started.elapsed()),
+        None => Duration::MAX,
+    };
     let folder = names::folder(prefix, &claim.key);
+    let (mut place, mut standing) = enter(link, &folder, claim).await?;
+    let mut queued = false;
+    loop {
+        match standing {
+            Standing::Granted(token) => {
+                if claim.fixed {
+                    // Whoever did not wait has a lease that was granted just now.
+                    place.session.keep_alive_last(queued).await;
+                }
+                return Ok(Some(EtcdHold::new(place, token)));
+            }
+            Standing::Busy => {
+                place.done();
+                return Ok(None);
+            }
+            Standing::Behind(ahead) => {
+                queued = true;
+                let turn = tokio::select! {
+                    biased;
+                    turn = place.turn(ahead) => turn,
+                    () = place.session.validity.ended() => Err(error::lost(&place.key)),
+                    () = after(left()) => return Ok(None),
+                };
+                let silently = place.session.ended_silently();
+                standing = match turn {
+                    Err(error) if error.kind() == ErrorKind::Lost && silently => {
+                        let again = tokio::select! {
+                            biased;
+                            again = enter_again(link, &folder, claim) => again,
+                            () = after(left()) => return Ok(None),
+                        };
+                        let standing;
+                        (place, standing) = again?;
+                        standing
+                    }
+                    turn => turn?,
+                };
+            }
+        }
+    }
+}
+
+/// Step 1, in a session that is alive.
+async fn enter(link: &Arc<Link>, folder: &str, claim: &Claim) -> Result<(Place, Standing)> {
     let mut tries = 0;
     loop {
         tries += 1;
         let session = link.session(claim).await?;
-        let mut place = Place::new(session.clone(), &folder, claim);
-        let mut standing = match place.enter(claim).await {
-            Ok(standing) => standing,
+        let mut place = Place::new(session.clone(), folder, claim);
+        match place.enter(claim).await {
+            Ok(standing) => return Ok((place, standing)),
             Err(failure) if failure.error.kind() == ErrorKind::Lost && tries < MOST_TRIES => {
                 if failure.cause == Cause::Refused {
                     // The server says that there is no such lease: the holds under it are lost.
-                    session.validity.end();
+                    session.taken_away();
                 }
                 session.retire();
-                continue;
             }
             Err(failure) => return Err(failure.error),
-        };
-        let mut queued = false;
-        loop {
-            match standing {
-                Standing::Granted(token) => {
-                    if claim.fixed {
-                        // Whoever did not wait has a lease that was granted just now.
-                        session.keep_alive_last(queued).await;
-                    }
-                    return Ok(Some(EtcdHold::new(place, token)));
-                }
-                Standing::Busy => {
-                    place.done();
-                    return Ok(None);
-                }
-                Standing::Behind(ahead) => {
-                    queued = true;
-                    let left = claim
-                        .wait
-                        .map_or(Duration::MAX, |wait| wait.saturating_sub(started.elapsed()));
-                    standing = tokio::select! {
-                        biased;
-                        standing = place.turn(ahead) => standing?,
-                        () = session.validity.ended() => {
-                            return Err(error::lost(&place.key));
-                        }
-                        () = after(left) => return Ok(None),
-                    };
-                }
-            }
         }
     }
+}
+
+/// The same for one who was queued before: until it is answered.
+async fn enter_again(link: &Arc<Link>, folder: &str, claim: &Claim) -> Result<(Place, Standing)> {
+    loop {
+        match enter(link, folder, claim).await {
+            Err(error) if error.is_transient() => pause(claim.ttl).await,
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Between two attempts at a store that is out of reach.
+async fn pause(ttl: Duration) {
+    const LONGEST: Duration = Duration::from_secs(1);
+    sleep((ttl / 20).min(LONGEST)).await;
 }
 
 /// A lease may end just before a claim comes, but not again and again.
@@ -285,7 +321,7 @@ impl Place {
             match self.look(ahead.ours).await {
                 Ok(standing) => return Ok(standing),
                 Err(failure) if failure.error.is_transient() => {
-                    sleep((self.session.ttl / 20).min(Duration::from_secs(1))).await;
+                    pause(self.session.ttl).await;
                 }
                 Err(failure) => return Err(failure.error),
             }

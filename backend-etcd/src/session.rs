@@ -43,6 +43,8 @@ pub(crate) struct Session {
     pub(crate) link: Arc<Link>,
     keys: Mutex<HashMap<String, Option<Validity>>>,
     retired: AtomicBool,
+    /// The server said that the lease is gone.
+    gone: Arc<AtomicBool>,
     orders: mpsc::UnboundedSender<Order>,
 }
 
@@ -84,6 +86,7 @@ impl Session {
             link: link.clone(),
             keys: Mutex::default(),
             retired: AtomicBool::new(false),
+            gone: Arc::default(),
             orders,
         });
         let keeper = Keeper {
@@ -92,6 +95,7 @@ impl Session {
             ttl,
             term,
             validity: session.validity.clone(),
+            gone: session.gone.clone(),
             stream: None,
         };
         let roll_calls = roll_calls(Arc::downgrade(&session), (ttl / 3).max(SHORTEST_BEAT));
@@ -114,6 +118,17 @@ impl Session {
         !self.retired.load(Ordering::Relaxed)
             && !self.validity.is_ended()
             && self.keys().len() < MOST_KEYS
+    }
+
+    /// The server says that the lease is gone.
+    pub(crate) fn taken_away(&self) {
+        self.gone.store(true, Ordering::Relaxed);
+        self.validity.end();
+    }
+
+    /// Whether it is over because it was not kept alive, and not because the server said so.
+    pub(crate) fn ended_silently(&self) -> bool {
+        self.validity.is_ended() && !self.gone.load(Ordering::Relaxed)
     }
 
     /// It takes no new claims.
@@ -257,6 +272,7 @@ struct Keeper {
     /// What an answered request is good for.
     term: Duration,
     validity: Validity,
+    gone: Arc<AtomicBool>,
     stream: Option<Stream>,
 }
 
@@ -331,6 +347,7 @@ impl Keeper {
                 Some(None) => {
                     warn!(target: "leasehold", lease = %format_args!("{:x}", self.lease), ttl = ?self.ttl,
                         "etcd lease is gone: its locks are lost");
+                    self.gone.store(true, Ordering::Relaxed);
                     self.validity.end();
                     return;
                 }

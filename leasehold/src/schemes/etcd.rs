@@ -98,12 +98,11 @@ mod opening {
                 "an etcd: URL ends with the hosts: what all keys begin with is the option prefix",
             ));
         }
-        let user = user.map(|user| {
-            let (name, password) = user
-                .split_once(':')
-                .ok_or_else(|| invalid(format!("a user of etcd has a password: {FORM}")))?;
-            Ok((decoded(name)?, decoded(password)?))
-        });
+        let user = match user.map(|user| user.split_once(':')) {
+            None => None,
+            Some(Some((name, password))) => Some((decoded(name)?, decoded(password)?)),
+            Some(None) => return Err(invalid(format!("a user of etcd has a password: {FORM}"))),
+        };
         let endpoints = hosts.split(',').map(|host| {
             let has_port = host
                 .rsplit_once(':')
@@ -111,7 +110,7 @@ mod opening {
             let port = if has_port { "" } else { ":2379" };
             format!("{scheme}://{host}{port}")
         });
-        Ok((user.transpose()?, endpoints.collect()))
+        Ok((user, endpoints.collect()))
     }
 
     fn decoded(text: &str) -> Result<String> {
