@@ -10,6 +10,9 @@ pub use leasehold_core::{
     Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Guard, Guards, Holder, Key, Locks,
     Memory, Owner, OwnerId, Result, Token, Tokens, Wakeup,
 };
+#[cfg(feature = "etcd")]
+#[doc(inline)]
+pub use leasehold_etcd as etcd;
 #[cfg(feature = "file")]
 #[doc(inline)]
 pub use leasehold_file as file;

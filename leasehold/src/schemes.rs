@@ -1,5 +1,6 @@
 //! The kinds of stores that a URL can name. One more is one more file and one more line here.
 
+mod etcd;
 mod file;
 mod memory;
 mod redis;
@@ -16,6 +17,8 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     file::SCHEME,
     redis::PLAIN,
     redis::TLS,
+    etcd::PLAIN,
+    etcd::TLS,
     zk::SCHEME,
 ];
 

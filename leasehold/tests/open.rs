@@ -205,6 +205,10 @@ async fn a_store_that_was_not_built_in_says_how() {
         left_out.push(("redis://me:hunter2@host", "redis", "redis"));
         left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
     }
+    if cfg!(not(feature = "etcd")) {
+        left_out.push(("etcd://me:hunter2@host,other", "etcd", "etcd"));
+        left_out.push(("etcds://host?prefix=a", "etcds", "etcd"));
+    }
     if cfg!(not(feature = "zk")) {
         left_out.push(("zk://me:hunter2@host,other/chroot", "zk", "zk"));
     }
@@ -311,6 +315,104 @@ mod redis {
             "redis://me:hunter2@host:port",
             "redis://me:hunter2%@host/a",
             "rediss://hunter2:hunter2@host/a?ttl=1s",
+        ] {
+            let error = open(url).await.expect_err(url);
+            let said = format!("{error} {error:?}");
+            assert!(!said.contains("hunter2"), "{url}: {said}");
+        }
+    }
+}
+
+#[cfg(feature = "etcd")]
+mod etcd {
+    use super::*;
+
+    #[tokio::test]
+    async fn options_are_checked_before_anything_is_sent() {
+        // Nobody listens there.
+        let server = "etcd://127.0.0.1:1";
+        let tls = "etcds://127.0.0.1:1";
+        for (url, says) in [
+            (
+                format!("{server}?prefx=a"),
+                "etcd: URL has no option prefx: did you mean prefix?",
+            ),
+            (
+                format!("{server}?connect_timeout=0s"),
+                "connect_timeout=0s is no limit",
+            ),
+            (
+                format!("{server}?client_key=/a"),
+                "URL has no option client_key",
+            ),
+            (
+                format!("{tls}?client_key=/a"),
+                "give both client_certificate and client_key",
+            ),
+            (
+                format!("{tls}?certificate_authority=/no/such/file"),
+                "certificate_authority=/no/such/file names a file that cannot be read",
+            ),
+            (format!("{server},"), "number 2 is not host:port"),
+            (format!("{server}/a"), "the option prefix"),
+            ("etcd:".into(), "two slashes"),
+        ] {
+            let said = refusal(&url).await;
+            assert!(said.contains(says), "{url}: {said}");
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_cluster_is_opened_with_its_options() {
+        let cluster = match leasehold_conformance::fixtures::etcd::Etcd::find(1).await {
+            Ok(cluster) => cluster,
+            Err(missing) => {
+                assert!(!missing.is_required(), "{missing}");
+                eprintln!("not tried: {missing}");
+                return;
+            }
+        };
+        let url = format!("etcd://{}", cluster.endpoints());
+        let here = opened(&format!(
+            "{url}?prefix=here/&label=import&connect_timeout=20s"
+        ))
+        .await;
+        let same = opened(&format!("{url}?prefix=here%2F&wait=0s")).await;
+        let elsewhere = opened(&format!("{url}?prefix=elsewhere/")).await;
+        let key = format!("open-{}", std::process::id());
+        let guard = here.lock(&key).await.expect("free");
+        let holder = same.holder(&key).await.expect("answered").expect("held");
+        assert_eq!(holder.label.as_deref(), Some("import"));
+        let error = same.lock(&key).await.expect_err("held");
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert!(elsewhere.try_lock(&key).await.expect("answered").is_some());
+        guard.release().await.expect("released");
+    }
+
+    #[tokio::test]
+    async fn a_cluster_that_is_not_there_is_unavailable() {
+        let url = "etcd://me:hunter2@127.0.0.1:1,127.0.0.1:2?prefix=a&connect_timeout=20s";
+        let error = open(url).await.expect_err("nobody listens there");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        let said = format!("{error} {error:?}");
+        assert!(
+            said.contains("127.0.0.1:") && !said.contains("hunter2"),
+            "{said}"
+        );
+    }
+
+    #[tokio::test]
+    async fn passwords_are_not_shown() {
+        for url in [
+            "etcd://me:hunter2?prefix=@host",
+            "etcd://me:pass?hunter2@host",
+            "etcd://me:pass?ttl=hunter2@host",
+            "etcd://me:pass/hunter2@host/a",
+            "etcd://me:pass#hunter2@host",
+            "etcd://me:hunter2@ho st",
+            "etcd://me:hunter2@host:port",
+            "etcd://hunter2@host",
+            "etcds://hunter2:hunter2%@host/a?ttl=1s",
         ] {
             let error = open(url).await.expect_err(url);
             let said = format!("{error} {error:?}");

@@ -2,12 +2,13 @@
 //!
 //! `LEASEHOLD_UPDATE=1 cargo test -p leasehold --all-features --test promises` writes the table anew.
 
-#![cfg(all(feature = "file", feature = "redis", feature = "zk"))]
+#![cfg(all(feature = "file", feature = "redis", feature = "etcd", feature = "zk"))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 use std::fs;
 use std::path::Path;
 
+use leasehold::etcd::Etcd;
 use leasehold::file::Folder;
 use leasehold::redis::Redis;
 use leasehold::zk::ZooKeeper;
@@ -19,6 +20,7 @@ fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
         ("Memory", None, Memory::GUARANTEES),
         ("File", Some("backend-file"), Folder::GUARANTEES),
         ("Redis", Some("backend-redis"), Redis::GUARANTEES),
+        ("etcd", Some("backend-etcd"), Etcd::GUARANTEES),
         ("ZooKeeper", Some("backend-zk"), ZooKeeper::GUARANTEES),
     ]
 }

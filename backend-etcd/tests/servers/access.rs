@@ -1,0 +1,218 @@
+//! Users, their rights and tokens; TLS.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use etcd_client::{Client, Permission};
+use leasehold_conformance::fixtures::etcd::EtcdCluster;
+use leasehold_conformance::{Flow, Proxy};
+use leasehold_core::{ErrorKind, Locks};
+use leasehold_etcd::{Etcd, EtcdOptions};
+
+use crate::Test;
+use crate::support::{SOON, below, options, servers, test, until_below, within};
+
+const TTL: Duration = Duration::from_secs(30);
+
+pub(crate) const TESTS: &[Test] = &[
+    test!("rights, and what is said without them", rights),
+    test!(
+        "a lock is held for longer than a token lasts",
+        tokens_expire
+    ),
+    test!("rights that change meanwhile", rights_change),
+    test!(
+        "a user where there are none, and nobody where there are",
+        who_is_asked
+    ),
+    test!("TLS with certificates for both sides", &["openssl"], tls),
+    test!("nobody listens", nobody_listens),
+];
+
+/// Users `root` and `shop`, each with the name and `-secret` as the password; `shop` may use what
+/// begins with `shop/`. Returns root's client.
+async fn with_users(servers: &EtcdCluster) -> anyhow::Result<Client> {
+    let endpoint = servers.endpoint(0);
+    let mut client = Client::connect([&endpoint], None).await?;
+    for user in ["root", "shop"] {
+        client
+            .user_add(user, format!("{user}-secret"), None)
+            .await?;
+        client.role_add(user).await?;
+        client.user_grant_role(user, user).await?;
+    }
+    let rights = Permission::read_write("shop/").with_prefix();
+    client.role_grant_permission("shop", rights).await?;
+    client.auth_enable().await?;
+    let root = etcd_client::ConnectOptions::new()
+        .with_user("root", "root-secret")
+        .with_auto_token_refresh(true);
+    Ok(Client::connect([&endpoint], Some(root)).await?)
+}
+
+fn as_shop(endpoints: &str) -> anyhow::Result<EtcdOptions> {
+    Ok(options(endpoints)?
+        .with_user("shop", "shop-secret")
+        .with_prefix("shop/"))
+}
+
+async fn refused(options: EtcdOptions) -> anyhow::Result<leasehold_core::Error> {
+    let Err(error) = within(SOON, "an answer", Etcd::connect_with(options)).await? else {
+        bail!("connected without a right to");
+    };
+    let shown = format!("{error} {error:?}");
+    ensure!(!shown.contains("-secret"), "a password is shown: {shown}");
+    Ok(error)
+}
+
+async fn rights() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    let root = with_users(&servers).await?;
+    let shop = as_shop(&servers.endpoints())?;
+    let locks = Locks::new(Etcd::connect_with(shop.clone()).await?).with_ttl(TTL);
+    let guard = locks.lock("k").await?;
+    ensure!(locks.holder("k").await?.is_some());
+    ensure!(locks.try_lock("k").await?.is_none());
+    guard.release().await?;
+
+    let error = refused(shop.clone().with_prefix("locks/")).await?;
+    ensure!(error.kind() == ErrorKind::Other, "{error:?}");
+    ensure!(
+        error.to_string().contains("role grant-permission"),
+        "{error}"
+    );
+    let error = refused(shop.with_user("shop", "guessed-secret")).await?;
+    ensure!(error.to_string().contains("password"), "{error}");
+    ensure!(
+        below(&root, "locks/").await?.is_empty(),
+        "nothing is written without the right to"
+    );
+    Ok(())
+}
+
+async fn tokens_expire() -> anyhow::Result<()> {
+    let servers = EtcdCluster::start(1, ["--auth-token-ttl", "1"]).await?;
+    let root = with_users(&servers).await?;
+    let proxy = Proxy::start(&servers.endpoint(0)).await?;
+    let locks = Locks::new(Etcd::connect_with(as_shop(&proxy.address().to_string())?).await?);
+    let guard = locks.lock("k").await?;
+    let other = locks.clone();
+    let waiting = tokio::spawn(async move { other.lock("k").await });
+    until_below(&root, "shop/k/", 2).await?;
+    // A token lasts for a second after its last use; every connection is made anew after that.
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    proxy.set(Flow::Cut);
+    proxy.set(Flow::Pass);
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    guard.release().await?;
+    let next = within(SOON, "the waiter is granted", waiting).await???;
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    Ok(next.release().await?)
+}
+
+async fn rights_change() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    let mut root = with_users(&servers).await?;
+    let locks = Locks::new(Etcd::connect_with(as_shop(&servers.endpoints())?).await?);
+    let guard = locks.lock("k").await?;
+    // Any change makes the tokens from before it too old.
+    root.role_add("other").await?;
+    guard.release().await?;
+    let guard = locks.lock("k").await?;
+    root.user_revoke_role("shop", "shop").await?;
+    let error = locks
+        .lock("more")
+        .await
+        .err()
+        .context("locked without the right to")?;
+    ensure!(error.kind() == ErrorKind::Other, "{error:?}");
+    root.user_grant_role("shop", "shop").await?;
+    Ok(guard.release().await?)
+}
+
+async fn who_is_asked() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    let nobody = options(&servers.endpoints())?;
+    let error = refused(nobody.clone().with_user("shop", "shop-secret")).await?;
+    ensure!(error.kind() == ErrorKind::Invalid, "{error:?}");
+    with_users(&servers).await?;
+    let error = refused(nobody).await?;
+    ensure!(error.to_string().contains("user name"), "{error}");
+    Ok(())
+}
+
+fn openssl(folder: &Path, arguments: &str) -> anyhow::Result<()> {
+    let status = Command::new("openssl")
+        .args(arguments.split(' '))
+        .current_dir(folder)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()?;
+    ensure!(status.success(), "openssl {arguments}: {status}");
+    Ok(())
+}
+
+/// An authority in `folder`, and a certificate with its key that it has signed, for either side.
+fn certificates(folder: &Path) -> anyhow::Result<()> {
+    let key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes";
+    openssl(
+        folder,
+        &format!("req -x509 {key} -subj /CN=authority -days 2 -keyout ca.key -out ca.pem"),
+    )?;
+    std::fs::write(
+        folder.join("extensions"),
+        "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n",
+    )?;
+    openssl(
+        folder,
+        &format!("req {key} -subj /CN=member -keyout member.key -out member.csr"),
+    )?;
+    openssl(
+        folder,
+        "x509 -req -in member.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile extensions -out member.pem",
+    )
+}
+
+async fn tls() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    certificates(folder.path())?;
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let arguments = [
+        "--cert-file".into(),
+        path("member.pem"),
+        "--key-file".into(),
+        path("member.key"),
+        "--client-cert-auth".into(),
+        "--trusted-ca-file".into(),
+        path("ca.pem"),
+    ];
+    let servers = EtcdCluster::start(1, arguments).await?;
+    let authority = std::fs::read(path("ca.pem"))?;
+    let (certificate, key) = (
+        std::fs::read(path("member.pem"))?,
+        std::fs::read(path("member.key"))?,
+    );
+    let known = options(&servers.endpoints())?.with_certificate_authority(authority);
+    let both = known.clone().with_client_certificate(certificate, key);
+    let locks = Locks::new(Etcd::connect_with(both).await?);
+    locks.lock("k").await?.release().await?;
+
+    let quick = Duration::from_secs(3);
+    let error = refused(known.with_connect_timeout(quick)).await?;
+    ensure!(error.kind() == ErrorKind::Unavailable, "{error:?}");
+    let strange = EtcdOptions::new([format!("https://{}", servers.endpoint(0))])?;
+    let error = refused(strange.with_connect_timeout(quick)).await?;
+    ensure!(error.kind() == ErrorKind::Unavailable, "{error:?}");
+    Ok(())
+}
+
+async fn nobody_listens() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    servers.member(0).kill();
+    let error = refused(options(&servers.endpoints())?).await?;
+    ensure!(error.kind() == ErrorKind::Unavailable, "{error:?}");
+    ensure!(error.to_string().contains(&servers.endpoint(0)), "{error}");
+    Ok(())
+}
