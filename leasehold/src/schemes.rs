@@ -2,6 +2,7 @@
 
 mod file;
 mod memory;
+mod postgres;
 mod redis;
 
 use std::pin::Pin;
@@ -10,7 +11,14 @@ use leasehold_core::{Locks, Result};
 
 use crate::setting::Setting;
 
-pub(crate) const SCHEMES: &[Scheme] = &[memory::SCHEME, file::SCHEME, redis::PLAIN, redis::TLS];
+pub(crate) const SCHEMES: &[Scheme] = &[
+    memory::SCHEME,
+    file::SCHEME,
+    redis::PLAIN,
+    redis::TLS,
+    postgres::SHORT,
+    postgres::LONG,
+];
 
 /// One kind of store.
 pub(crate) struct Scheme {

@@ -2,19 +2,22 @@
 //!
 //! `LEASEHOLD_UPDATE=1 cargo test -p leasehold --all-features --test promises` writes the table anew.
 
-#![cfg(feature = "file")]
+#![cfg(all(feature = "file", feature = "postgres"))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 use std::fs;
 use std::path::Path;
 
-use leasehold::{Guarantees, Memory, file::Folder};
+use leasehold::file::Folder;
+use leasehold::postgres::Postgres;
+use leasehold::{Guarantees, Memory};
 
 /// Name, page (relative to the workspace), guarantees.
 fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
     vec![
         ("Memory", None, Memory::GUARANTEES),
         ("File", Some("backend-file"), Folder::GUARANTEES),
+        ("PostgreSQL", Some("backend-postgres"), Postgres::GUARANTEES),
     ]
 }
 
