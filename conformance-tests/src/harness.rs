@@ -42,6 +42,7 @@ pub struct Store {
     pub(crate) ttl: Duration,
     pub(crate) processes: bool,
     pub(crate) servers: Vec<String>,
+    pub(crate) reconnects: bool,
     pub(crate) control: Option<Arc<dyn Control>>,
     pub(crate) uncontrolled: Option<String>,
 }
@@ -65,6 +66,7 @@ impl Store {
             ttl: Duration::ZERO,
             processes: false,
             servers: Vec::new(),
+            reconnects: true,
             control: None,
             uncontrolled: None,
         }
@@ -92,6 +94,14 @@ impl Store {
     #[must_use]
     pub fn with_servers(mut self, servers: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.servers = servers.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// A lock ends with the connection on which it was taken, so that no client can keep it through a
+    /// connection that closes.
+    #[must_use]
+    pub fn without_reconnection(mut self) -> Self {
+        self.reconnects = false;
         self
     }
 

@@ -51,6 +51,8 @@ pub enum Need {
     Processes,
     /// A proxy can be put in front of the store.
     Proxy,
+    /// A lock outlives the connection on which it was taken.
+    Reconnection,
     /// Servers can be stopped and restarted.
     Control,
     /// Three or more servers decide together, and one of them can be killed.
@@ -103,6 +105,9 @@ impl Need {
             }
             Self::Processes if !store.processes => "the store is not shared between processes",
             Self::Proxy if store.servers.is_empty() => "no proxy can be put in front of the store",
+            Self::Reconnection if !store.reconnects => {
+                "a lock ends with the connection on which it was taken"
+            }
             Self::Control | Self::Members if store.control.is_none() => control(),
             Self::Members if store.control.as_ref().is_some_and(|c| c.members() < 3) => {
                 "there are fewer than three servers"

@@ -19,7 +19,11 @@ pub(super) const F1: Rule = Rule {
     id: "F1",
     title: "cut off and healed before the deadline: nothing is lost",
     checks: &[
-        check!("the connections are closed", [Proxy], healed_after_a_cut),
+        check!(
+            "the connections are closed",
+            [Proxy, Reconnection],
+            healed_after_a_cut
+        ),
         check!(
             "nothing is delivered for a while",
             [Proxy],
@@ -34,7 +38,7 @@ pub(super) const F2: Rule = Rule {
     checks: &[
         check!(
             "the connections are closed",
-            [Proxy, Expiry],
+            [Proxy, Expiry, Reconnection],
             lost_after_a_cut
         ),
         check!(
@@ -381,7 +385,8 @@ async fn orphan_of_a_dropped_acquire(cx: Cx) -> anyhow::Result<()> {
     let (other, key) = (cx.client().await?, cx.key());
     let locks = noticing(client, ttl);
     // Connected and warm.
-    drop(locks.lock(cx.key()).await?);
+    locks.lock(cx.key()).await?.release().await?;
+    other.holder(&key).await?;
     line.set(Flow::LoseReplies);
     {
         let acquire = locks.lock(&key);
@@ -400,7 +405,7 @@ async fn orphan_of_a_client_that_goes_on(cx: Cx) -> anyhow::Result<()> {
     let (line, client) = cx.line().await?;
     let (other, key) = (cx.client().await?, cx.key());
     let locks = noticing(client, ttl);
-    drop(locks.lock(cx.key()).await?);
+    locks.lock(cx.key()).await?.release().await?;
     line.set(Flow::LoseReplies);
     let lock = within(after(ttl), "an acquire gives up", locks.lock(&key)).await?;
     fails(ErrorKind::Unavailable, "an acquire without answers", lock)?;
