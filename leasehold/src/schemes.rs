@@ -3,6 +3,7 @@
 mod etcd;
 mod file;
 mod memory;
+mod postgres;
 mod redis;
 mod zk;
 
@@ -20,6 +21,8 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     etcd::PLAIN,
     etcd::TLS,
     zk::SCHEME,
+    postgres::SHORT,
+    postgres::LONG,
 ];
 
 /// One kind of store.

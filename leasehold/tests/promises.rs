@@ -2,7 +2,13 @@
 //!
 //! `LEASEHOLD_UPDATE=1 cargo test -p leasehold --all-features --test promises` writes the table anew.
 
-#![cfg(all(feature = "file", feature = "redis", feature = "etcd", feature = "zk"))]
+#![cfg(all(
+    feature = "file",
+    feature = "redis",
+    feature = "etcd",
+    feature = "zk",
+    feature = "postgres"
+))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 use std::fs;
@@ -10,6 +16,7 @@ use std::path::Path;
 
 use leasehold::etcd::Etcd;
 use leasehold::file::Folder;
+use leasehold::postgres::Postgres;
 use leasehold::redis::Redis;
 use leasehold::zk::ZooKeeper;
 use leasehold::{Guarantees, Memory};
@@ -22,6 +29,7 @@ fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
         ("Redis", Some("backend-redis"), Redis::GUARANTEES),
         ("etcd", Some("backend-etcd"), Etcd::GUARANTEES),
         ("ZooKeeper", Some("backend-zk"), ZooKeeper::GUARANTEES),
+        ("PostgreSQL", Some("backend-postgres"), Postgres::GUARANTEES),
     ]
 }
 
