@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+
+mod backend;
+mod connection;
+mod error;
+mod hold;
+mod key_form;
+mod options;
+mod session;
+mod sessions;
+mod sql;
+mod turn;
+
+pub use backend::Postgres;
+pub use key_form::KeyForm;
+pub use options::PostgresOptions;

@@ -1,0 +1,165 @@
+use std::time::Duration;
+
+use leasehold_core::{Error, ErrorKind, Result};
+use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
+
+use crate::KeyForm;
+use crate::key_form::{LockId, hashed};
+
+/// The statements, as they are sent. Each says which backend answers, so that a pooler that changes
+/// the session between statements is noticed.
+#[derive(Debug)]
+pub(crate) struct Sql {
+    pub(crate) key_form: KeyForm,
+    /// As a quoted name.
+    pub(crate) sequence: String,
+    /// For the keys in `$1`: the token, or NULL if another session has the lock.
+    ///
+    /// `nextval` comes after the lock, in the same row's CASE: so the order of tokens is the order of
+    /// grants. No WHERE: the planner may evaluate a function before a filter, or twice.
+    pub(crate) try_lock: SqlStr,
+    /// For the keys in `$1`: whether it was held.
+    pub(crate) unlock: SqlStr,
+    /// For the one key in `$1`, on a session that has no other: whether it was held, however often.
+    pub(crate) unlock_alone: SqlStr,
+    pub(crate) heartbeat: SqlStr,
+}
+
+impl Sql {
+    pub(crate) fn new(key_form: KeyForm, sequence: &str) -> Result<Self> {
+        let sequence = quoted(sequence)?;
+        let nextval = nextval(&sequence);
+        let key = key_form.arguments("k");
+        let statement = |text: String| AssertSqlSafe(text).into_sql_str();
+        Ok(Self {
+            try_lock: statement(format!(
+                "SELECT pg_backend_pid(), CASE WHEN pg_try_advisory_lock({key}) THEN {nextval} END \
+                 FROM unnest($1::bigint[]) AS k"
+            )),
+            unlock: statement(format!(
+                "SELECT pg_backend_pid(), pg_advisory_unlock({key}) FROM unnest($1::bigint[]) AS k"
+            )),
+            unlock_alone: statement(format!(
+                "SELECT pg_backend_pid(), pg_advisory_unlock({key}), pg_advisory_unlock_all() \
+                 FROM unnest($1::bigint[]) AS k"
+            )),
+            heartbeat: statement("SELECT pg_backend_pid()".into()),
+            key_form,
+            sequence,
+        })
+    }
+
+    /// Waits for `key` as long as `lock_timeout` lets it: the backend, and the token or an empty text.
+    ///
+    /// A plain statement that runs into `lock_timeout` writes an error to the server's log, here once
+    /// a second for each waiter; a block that catches it does not. When it ends so, the lock may be
+    /// held all the same (the grant and the time-out met); asking once more without waiting says.
+    pub(crate) fn wait(&self, key: LockId) -> SqlStr {
+        let arguments = self.key_form.arguments(&format!("({key})::bigint"));
+        let nextval = nextval(&self.sequence);
+        AssertSqlSafe(format!(
+            "DO $leasehold$ DECLARE held bool := true; BEGIN \
+               BEGIN PERFORM pg_advisory_lock({arguments}); \
+               EXCEPTION WHEN lock_not_available THEN held := pg_try_advisory_lock({arguments}); END; \
+               PERFORM set_config('leasehold.token', \
+                 CASE WHEN held THEN {nextval}::text ELSE '' END, false); \
+             END $leasehold$; \
+             SELECT pg_backend_pid(), current_setting('leasehold.token')"
+        ))
+        .into_sql_str()
+    }
+
+    /// Sets a new session up, and says what it is: the backend, and whether the server is in recovery.
+    ///
+    /// Roles and databases may have set limits that would end a wait or forbid `nextval`. Settings
+    /// that only newer servers have are set where they are.
+    pub(crate) fn set_up(idle_limit: Duration, slice: Duration) -> SqlStr {
+        AssertSqlSafe(format!(
+            "SET idle_session_timeout = {}; SET lock_timeout = {}; SET statement_timeout = 0; \
+             SET idle_in_transaction_session_timeout = 0; SET synchronous_commit = off; \
+             SET default_transaction_read_only = off; SET client_min_messages = error; \
+             SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'; \
+             SELECT pg_backend_pid(), pg_is_in_recovery()",
+            idle_limit.as_millis(),
+            slice.as_millis().max(1),
+        ))
+        .into_sql_str()
+    }
+
+    /// Lifts the tokens above all that were given before: for a new session, before its first grant.
+    ///
+    /// A sequence may fall back: by what was not yet written when the server crashed, by what had not
+    /// reached the standby that was promoted. The server's clock and the highest token that this
+    /// client has seen do not fall back with it. This one transaction is flushed to disk, but waits
+    /// for no standby.
+    pub(crate) fn lift_tokens(&self, seen: i64) -> SqlStr {
+        let Self { sequence, .. } = self;
+        AssertSqlSafe(format!(
+            "BEGIN; SET LOCAL synchronous_commit = local; SET LOCAL lock_timeout = '5s'; \
+             SELECT pg_advisory_xact_lock({}); \
+             SELECT setval({}, greatest(last_value, {seen}, \
+               (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) + 1000000) FROM {sequence}; \
+             COMMIT",
+            hashed("leasehold: tokens are being lifted"),
+            literal(sequence),
+        ))
+        .into_sql_str()
+    }
+
+    /// What somebody with the right to do so must run, if `role` may not.
+    pub(crate) fn remedy(&self, role: &str) -> String {
+        let Self { sequence, .. } = self;
+        format!(
+            "CREATE SEQUENCE IF NOT EXISTS {sequence}; \
+             GRANT USAGE, SELECT, UPDATE ON SEQUENCE {sequence} TO {};",
+            quoted_part(role)
+        )
+    }
+}
+
+/// A text as a literal.
+pub(crate) fn literal(text: &str) -> String {
+    // The E form means the same whatever standard_conforming_strings says.
+    format!("E'{}'", text.replace('\\', "\\\\").replace('\'', "''"))
+}
+
+fn nextval(sequence: &str) -> String {
+    format!("nextval({}::regclass)", literal(sequence))
+}
+
+fn quoted(name: &str) -> Result<String> {
+    let parts: Vec<_> = name.split('.').collect();
+    let fine = |part: &&str| {
+        !part.is_empty() && part.len() <= 63 && !part.contains(['\0', '$'])
+    };
+    if parts.len() != 2 || !parts.iter().all(fine) {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{name:?} cannot be a sequence: name it as schema.name, as in public.leasehold_token"),
+        ));
+    }
+    let parts: Vec<_> = parts.into_iter().map(quoted_part).collect();
+    Ok(parts.join("."))
+}
+
+fn quoted_part(name: &str) -> String {
+    format!("\"{}\"", name.replace('"', "\"\""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sequence_is_named_with_its_schema() {
+        assert_eq!(quoted("public.t").expect("fine"), "\"public\".\"t\"");
+        assert_eq!(quoted("a\"b.t'").expect("fine"), "\"a\"\"b\".\"t'\"");
+        for name in ["t", "", ".t", "a.b.c", "a.", "a.b\0", "a.$leasehold$"] {
+            assert_eq!(
+                quoted(name).expect_err(name).kind(),
+                ErrorKind::Invalid
+            );
+        }
+        assert_eq!(literal(r"it's \x"), r"E'it''s \\x'");
+    }
+}
