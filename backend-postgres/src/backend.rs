@@ -1,6 +1,6 @@
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicI64;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -8,7 +8,6 @@ use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key,
     Moment, Result, Tokens, Wakeup,
 };
-use sqlx::postgres::PgRow;
 use sqlx::{Connection as _, Row};
 use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio::time::{sleep, timeout};
@@ -19,10 +18,11 @@ use crate::connection::{all, connect, examine};
 use crate::error::explain;
 use crate::hold::PostgresHold;
 use crate::key_form::LockId;
-use crate::session::{Attempt, Common, Job, Tried, slice};
+use crate::peer::{DONE, Known, NONE, Question, parts};
+use crate::session::{Attempt, Common, Job, Seen, Tried, slice};
 use crate::sessions::{Sessions, Taken};
-use crate::sql::{Sql, literal};
-use crate::turn::{Entered, Place, Turn};
+use crate::sql::Sql;
+use crate::turn::{Claimant, Entered, Place, Turn};
 
 /// Locks on a PostgreSQL server, version 14 or newer.
 ///
@@ -38,6 +38,15 @@ struct Client {
     /// Places for holds.
     places: Arc<Semaphore>,
     max_holds: usize,
+    /// How often it was asked for a holder, and what the answer was last.
+    calls: AtomicU64,
+    last_answer: tokio::sync::Mutex<Option<Answer>>,
+}
+
+struct Answer {
+    key: LockId,
+    calls_before: u64,
+    answer: Result<Option<Holder>>,
 }
 
 impl Postgres {
@@ -86,6 +95,8 @@ impl Postgres {
                 places: Arc::new(Semaphore::new(max_holds)),
                 max_holds,
                 common,
+                calls: AtomicU64::new(0),
+                last_answer: tokio::sync::Mutex::default(),
             }),
         })
     }
@@ -129,6 +140,15 @@ impl Backend for Postgres {
 /// The server counts shorter times too, but a session must live long enough to be set up.
 const SHORTEST_TTL: Duration = Duration::from_millis(100);
 
+/// What is asked for, in every step of an acquire.
+struct Ask<'a> {
+    claimant: &'a Claimant,
+    /// For a single request.
+    limit: Duration,
+    ttl: Duration,
+    wait: &'a Wait,
+}
+
 /// What a step of an acquire came to.
 enum Step {
     Granted(PostgresHold),
@@ -150,19 +170,31 @@ impl Client {
     async fn acquire(&self, key: LockId, claim: &Claim) -> Result<Option<PostgresHold>> {
         let ttl = session_ttl(claim.ttl);
         let wait = Wait::new(claim.wait);
+        let claimant = Claimant {
+            owner: claim.owner.clone(),
+            label: claim.label.clone(),
+        };
         let mut queued = false;
         let mut turn = None;
         loop {
             self.sessions.check_open()?;
             let mine = match turn.take() {
                 Some(mine) => mine,
-                None => match self.common.turns.enter(key, ttl, wait.is_wanted()) {
+                None => match self
+                    .common
+                    .turns
+                    .enter(key, ttl, &claimant, wait.is_wanted())
+                {
                     Entered::Turn(mine) => mine,
                     Entered::Busy => return Ok(None),
                     Entered::Waiting(mut waiting) => {
                         queued = wait.is_wanted();
                         // Without a wait: only until the release that is on its way has gone through.
-                        let limit = if queued { wait.left() } else { claim.request_limit };
+                        let limit = if queued {
+                            wait.left()
+                        } else {
+                            claim.request_limit
+                        };
                         match timeout(limit, waiting.place()).await {
                             Ok(Some(Place::Turn(mine))) => mine,
                             Ok(Some(Place::Granted(hold))) => return Ok(Some(hold)),
@@ -172,7 +204,19 @@ impl Client {
                     }
                 },
             };
-            match self.step(mine, claim, ttl, &wait, &mut queued).await {
+            match self
+                .step(
+                    mine,
+                    &Ask {
+                        claimant: &claimant,
+                        limit: claim.request_limit,
+                        ttl,
+                        wait: &wait,
+                    },
+                    &mut queued,
+                )
+                .await
+            {
                 Step::Granted(hold) => return Ok(Some(hold)),
                 Step::Over => return Ok(None),
                 Step::Refused(_) if wait.is_over() => return Ok(None),
@@ -188,14 +232,8 @@ impl Client {
         }
     }
 
-    async fn step(
-        &self,
-        turn: Turn,
-        claim: &Claim,
-        ttl: Duration,
-        wait: &Wait,
-        queued: &mut bool,
-    ) -> Step {
+    async fn step(&self, turn: Turn, ask: &Ask<'_>, queued: &mut bool) -> Step {
+        let &Ask { ttl, wait, .. } = ask;
         let attempt = match self.places.clone().try_acquire_owned() {
             Ok(place) => Attempt {
                 turn,
@@ -207,9 +245,9 @@ impl Client {
             && let Some(session) = self.sessions.waited_for(attempt.turn.key(), ttl)
         {
             *queued = true;
-            return self.wait_on(session, attempt, ttl, wait).await;
+            return self.wait_on(session, attempt, ask).await;
         }
-        let trying = self.try_on_shared(attempt, ttl, claim.request_limit);
+        let trying = self.try_on_shared(attempt, ask);
         let tried = if *queued {
             match timeout(wait.left(), trying).await {
                 Ok(tried) => tried,
@@ -231,7 +269,7 @@ impl Client {
         match timeout(wait.left(), self.sessions.waiting(ttl)).await {
             Err(_elapsed) => Step::Over,
             Ok(Err(error)) => Step::Failed(error, Some(attempt.turn)),
-            Ok(Ok(Some(session))) => self.wait_on(session, attempt, ttl, wait).await,
+            Ok(Ok(Some(session))) => self.wait_on(session, attempt, ask).await,
             Ok(Ok(None)) => {
                 let freed = self.common.freed.notified();
                 let _either = timeout(slice(ttl).min(wait.left()), freed).await;
@@ -241,21 +279,18 @@ impl Client {
     }
 
     /// Asks on a shared session; once more where one ended before it was asked.
-    async fn try_on_shared(
-        &self,
-        mut attempt: Attempt,
-        ttl: Duration,
-        limit: Duration,
-    ) -> Result<Tried> {
+    async fn try_on_shared(&self, mut attempt: Attempt, ask: &Ask<'_>) -> Result<Tried> {
+        let limit = ask.limit;
         let started = Moment::now();
         loop {
-            let session = match self.sessions.shared(ttl).await {
+            let session = match self.sessions.shared(ask.ttl).await {
                 Ok(session) => session,
                 Err(error) => return Ok(Tried::Failed(attempt, error)),
             };
             let (sender, answer) = oneshot::channel();
             let job = Job::Try {
                 attempt,
+                claimant: ask.claimant.clone(),
                 answer: sender,
             };
             attempt = match session.send(job) {
@@ -279,17 +314,37 @@ impl Client {
         }
     }
 
-    async fn wait_on(&self, session: Taken, attempt: Attempt, ttl: Duration, wait: &Wait) -> Step {
-        let (waiter, mut waiting) = self.common.turns.waiter(attempt.turn.key(), ttl);
-        if let Err(turn) = session.wait(attempt, waiter) {
-            return Step::Refused(turn);
-        }
-        match timeout(wait.left(), waiting.place()).await {
-            Ok(Some(Place::Granted(hold))) => Step::Granted(hold),
-            Ok(Some(Place::Turn(turn))) => Step::Refused(turn),
-            Ok(None) => Step::Failed(self.unavailable("the session ended during the wait"), None),
-            // The slice goes on for whoever is next in the queue, or ends.
-            Err(_elapsed) => Step::Over,
+    async fn wait_on(&self, session: Taken, attempt: Attempt, ask: &Ask<'_>) -> Step {
+        let key = attempt.turn.key();
+        let claimant = ask.claimant.clone();
+        let (waiter, mut waiting) = self.common.turns.waiter(key, ask.ttl, claimant);
+        let session = match session.wait(attempt, waiter) {
+            Ok(session) => session,
+            Err(turn) => return Step::Refused(turn),
+        };
+        let mut interrupted = Interrupted {
+            client: self,
+            pid: session.pid,
+            key,
+            armed: true,
+        };
+        let place = match timeout(ask.wait.left(), waiting.place()).await {
+            Ok(place) => place.ok_or(()),
+            // It may have been granted just now.
+            Err(_elapsed) => match waiting.give_up() {
+                Some(place) => Ok(place),
+                None => {
+                    drop(interrupted);
+                    let _slow = timeout(ask.limit, waiting.cleared()).await;
+                    return Step::Over;
+                }
+            },
+        };
+        interrupted.armed = false;
+        match place {
+            Ok(Place::Granted(hold)) => Step::Granted(hold),
+            Ok(Place::Turn(turn)) => Step::Refused(turn),
+            Err(()) => Step::Failed(self.unavailable("the session ended during the wait"), None),
         }
     }
 
@@ -312,79 +367,129 @@ impl Client {
     }
 }
 
-/// What an operator asks; on a connection of its own, since the holder's session may be one of ours.
+/// What an operator asks.
 impl Client {
+    /// Calls that meet share an answer: each gets one that was asked for after it came.
     async fn holder(&self, key: LockId) -> Result<Option<Holder>> {
-        let statement = format!(
-            "SELECT pid, start, (SELECT count(*) - 1 FROM pg_locks AS other \
-               WHERE other.pid = holder.pid AND other.locktype = 'advisory' AND other.granted) \
-             FROM ({}) AS holder LIMIT 1",
-            self.holders(key)
-        );
-        let rows = self.ask_apart("who holds a lock", statement).await?;
-        let Some(row) = rows.first() else {
-            return Ok(None);
-        };
-        let read = || -> sqlx::Result<Holder> {
-            let (pid, start): (i32, String) = (row.try_get(0)?, row.try_get(1)?);
-            let mut holder = Holder::new(format!("{pid}@{start}"));
-            let others: i64 = row.try_get(2)?;
-            holder.also_ends = others.unsigned_abs();
-            Ok(holder)
-        };
-        read().map(Some).map_err(|error| explain("who holds a lock", error))
+        let number = self.calls.fetch_add(1, Ordering::SeqCst);
+        let mut last = self.last_answer.lock().await;
+        if let Some(last) = &*last
+            && last.key == key
+            && number < last.calls_before
+        {
+            return last.answer.clone();
+        }
+        let calls_before = self.calls.load(Ordering::SeqCst);
+        let answer = self.ask_holder(key).await;
+        *last = Some(Answer {
+            key,
+            calls_before,
+            answer: answer.clone(),
+        });
+        answer
     }
 
+    /// Asks the server for the session, and the session for the grant.
+    async fn ask_holder(&self, key: LockId) -> Result<Option<Holder>> {
+        // What was seen may be gone when the session is asked; not for ever.
+        const TRIES: usize = 5;
+        let mut seen = None;
+        for _ in 0..TRIES {
+            let Some(found) = self.look(key).await? else {
+                return Ok(None);
+            };
+            match self.question(&found, key, Question::Who).await {
+                Some(answer) if answer == NONE => {}
+                answer => {
+                    let mut holder = Holder::new(found.session);
+                    holder.also_ends = found.other_locks;
+                    if let Some(known) = answer.as_deref().and_then(Known::read) {
+                        known.complete(&mut holder);
+                    }
+                    return Ok(Some(holder));
+                }
+            }
+            seen = Some(found);
+        }
+        Ok(seen.map(|found| Holder::new(found.session)))
+    }
+
+    /// Asks the session to give the lock up; ends it if it does not answer.
     async fn evict(&self, key: LockId, grant: Option<&Holder>) -> Result<bool> {
-        // How long the server waits until the session has really ended.
-        const PATIENCE_MS: u32 = 3000;
-        let named = match grant {
-            Some(holder) => format!("pid || '@' || start = {}", literal(&holder.grant)),
-            None => "true".into(),
+        let (session, token) = match grant {
+            Some(holder) => {
+                let (session, token) = parts(&holder.grant);
+                (Some(session), token)
+            }
+            None => (None, None),
         };
-        // Materialized: the function is called for the rows that are left, and once for each.
-        let statement = format!(
-            "WITH holder AS MATERIALIZED (SELECT pid FROM ({}) AS holder WHERE {named}) \
-             SELECT pg_terminate_backend(pid, {PATIENCE_MS}) FROM holder",
-            self.holders(key)
-        );
-        let doing = "ending the session that holds a lock (needs its role, or pg_signal_backend)";
-        let rows = self.ask_apart(doing, statement).await?;
-        let ended = rows.iter().map(|row| row.try_get::<bool, _>(0));
-        ended
-            .into_iter()
-            .try_fold(false, |any, ended| Ok(any | ended?))
-            .map_err(|error| explain(doing, error))
+        let Some(found) = self.look(key).await? else {
+            return Ok(false);
+        };
+        if session.is_some_and(|session| session != found.session) {
+            return Ok(false);
+        }
+        let what = Question::Evict(token);
+        match self.question(&found, key, what).await.as_deref() {
+            Some(DONE) => return Ok(true),
+            Some(NONE) => return Ok(false),
+            // Not ours, stopped, or we have no right to ask.
+            _ => {}
+        }
+        self.terminate(key, Some(&found.session)).await
     }
 
-    /// The backends that hold `key`: `pid`, and `start` in microseconds, empty where it is not shown
-    /// to us. The two name a session for ever, and with it all that it holds.
-    fn holders(&self, key: LockId) -> String {
-        let (class, object, kind) = self.common.sql.key_form.in_pg_locks(key);
-        format!(
-            "SELECT l.pid, \
-               coalesce((extract(epoch FROM a.backend_start) * 1000000)::bigint::text, '') AS start \
-             FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid \
-             WHERE l.locktype = 'advisory' AND l.granted AND l.classid = {class}::bigint::oid \
-               AND l.objid = {object}::bigint::oid AND l.objsubid = {kind} \
-               AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        )
+    async fn look(&self, key: LockId) -> Result<Option<Seen>> {
+        let (sender, answer) = oneshot::channel();
+        let session = self.sessions.any_shared().await?;
+        // Not accepted: it ends just now.
+        drop(session.send(Job::Look {
+            key,
+            answer: sender,
+        }));
+        answer
+            .await
+            .unwrap_or_else(|_ended| Err(self.unavailable("the session ended while it was asked")))
     }
 
-    async fn ask_apart(&self, doing: &str, statement: String) -> Result<Vec<PgRow>> {
+    /// `None`: no answer.
+    async fn question(&self, found: &Seen, key: LockId, what: Question) -> Option<String> {
+        // Within the limit that is usual for a request, with room for what comes after it.
+        const PATIENCE: Duration = Duration::from_millis(1000);
+        if !found.listens {
+            return None;
+        }
+        let (sender, answer) = oneshot::channel();
+        let session = self.sessions.any_shared().await.ok()?;
+        drop(session.send(Job::Question {
+            pid: found.pid,
+            key,
+            what,
+            answer: sender,
+        }));
+        timeout(PATIENCE, answer).await.ok()?.ok()
+    }
+
+    /// On a connection of its own: the session that is to be ended may be the one that would ask.
+    async fn terminate(&self, key: LockId, session: Option<&str>) -> Result<bool> {
         let options = &self.common.options;
+        let doing = "ending the session that holds a lock (needs its role, or pg_signal_backend)";
         let asked = timeout(options.connect_timeout, async {
             let mut connection = connect(options).await?;
-            let rows = all(&mut connection, statement)
+            let rows = all(&mut connection, self.common.sql.terminate(key, session))
                 .await
                 .map_err(|error| explain(doing, error))?;
             // Failing to say goodbye is no failure.
             drop(connection.close().await);
             Ok(rows)
         });
-        asked
+        let rows = asked
             .await
-            .unwrap_or_else(|_elapsed| Err(self.unavailable("no answer in time")))
+            .unwrap_or_else(|_elapsed| Err(self.unavailable("no answer in time")))?;
+        let mut ended = rows.iter().map(|row| row.try_get::<bool, _>(0));
+        ended
+            .try_fold(false, |any, ended| Ok(any | ended?))
+            .map_err(|error| explain(doing, error))
     }
 }
 
@@ -394,6 +499,25 @@ impl fmt::Debug for Postgres {
             .field("options", &self.client.common.options)
             .field("sessions", &self.client.sessions)
             .finish_non_exhaustive()
+    }
+}
+
+/// Ends a wait at the server when it is dropped, unless another claim of ours goes on with it.
+///
+/// Else the wait would go on until its slice is over, and could be granted the lock meanwhile, to give
+/// it back at once.
+struct Interrupted<'a> {
+    client: &'a Client,
+    pid: i32,
+    key: LockId,
+    armed: bool,
+}
+
+impl Drop for Interrupted<'_> {
+    fn drop(&mut self) {
+        if self.armed && !self.client.common.turns.is_wanted(self.key) {
+            self.client.sessions.interrupt(self.pid);
+        }
     }
 }
 

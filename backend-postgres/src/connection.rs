@@ -2,17 +2,17 @@ use std::time::Duration;
 
 use leasehold_core::{Error, ErrorKind, OwnerId, Result};
 use sqlx::pool::PoolOptions;
-use sqlx::postgres::{PgConnectOptions, PgListener, PgRow};
+use sqlx::postgres::{PgConnectOptions, PgListener, PgNotification, PgRow};
 use sqlx::{
-    Acquire, AssertSqlSafe, Connection as _, Executor, PgConnection, Pool, Postgres, Row, SqlSafeStr,
-    SqlStr, raw_sql,
+    Acquire, AssertSqlSafe, Connection as _, Executor, PgConnection, Pool, Postgres, Row,
+    SqlSafeStr, SqlStr, raw_sql,
 };
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
+use crate::PostgresOptions;
 use crate::error::{code, explain};
 use crate::sql::{Sql, literal};
-use crate::PostgresOptions;
 
 /// One connection that notices its loss at once, also while it is idle.
 ///
@@ -58,13 +58,17 @@ impl Connection {
         (&mut self.listener).acquire().await
     }
 
-    /// Resolves when the connection is lost; nothing may be done with it then.
+    /// Waits for a notification. `None`: the connection is lost, and nothing may be done with it.
     ///
     /// # Cancel safety
     /// May be dropped and called again.
-    pub(crate) async fn lost(&mut self) {
-        // Nobody listens to any channel here, but anything may come.
-        while let Ok(Some(_)) = self.listener.try_recv().await {}
+    pub(crate) async fn hear(&mut self) -> Option<PgNotification> {
+        self.listener.try_recv().await.ok().flatten()
+    }
+
+    /// A notification that came with the answer to a query.
+    pub(crate) fn heard(&mut self) -> Option<PgNotification> {
+        self.listener.next_buffered()
     }
 
     /// Closes it and waits until that is done.

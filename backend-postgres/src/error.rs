@@ -49,9 +49,8 @@ pub(crate) fn code(error: &sqlx::Error) -> Option<&str> {
 
 /// Whether the session goes on after this error: the server refused the statement, no more.
 pub(crate) fn is_survived(error: &sqlx::Error) -> bool {
-    answer(error).is_some_and(|answer| {
-        !matches!(answer.severity(), PgSeverity::Fatal | PgSeverity::Panic)
-    })
+    answer(error)
+        .is_some_and(|answer| !matches!(answer.severity(), PgSeverity::Fatal | PgSeverity::Panic))
 }
 
 fn answer(error: &sqlx::Error) -> Option<&PgDatabaseError> {

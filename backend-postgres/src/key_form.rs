@@ -38,13 +38,19 @@ impl KeyForm {
         match self {
             Self::Name => Ok(hashed(text)),
             Self::Bigint => plain(text).ok_or_else(|| {
-                invalid(key, "give a bigint in plain decimal, as in 42 or -7, or use KeyForm::Name")
+                invalid(
+                    key,
+                    "give a bigint in plain decimal, as in 42 or -7, or use KeyForm::Name",
+                )
             }),
             Self::IntPair => text
                 .split_once(',')
                 .and_then(|(upper, lower)| Some(pair(plain(upper)?, plain(lower)?)))
                 .ok_or_else(|| {
-                    invalid(key, "give two integers of 32 bits, as in 7,42, or use KeyForm::Name")
+                    invalid(
+                        key,
+                        "give two integers of 32 bits, as in 7,42, or use KeyForm::Name",
+                    )
                 }),
         }
     }
@@ -106,7 +112,10 @@ mod tests {
     #[test]
     fn a_name_is_the_start_of_its_sha256() {
         // printf order:42 | sha256sum
-        assert_eq!(id(KeyForm::Name, "abc"), Some(0xba78_16bf_8f01_cfea_u64.cast_signed()));
+        assert_eq!(
+            id(KeyForm::Name, "abc"),
+            Some(0xba78_16bf_8f01_cfea_u64.cast_signed())
+        );
     }
 
     #[test]

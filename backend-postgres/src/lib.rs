@@ -6,6 +6,7 @@ mod error;
 mod hold;
 mod key_form;
 mod options;
+mod peer;
 mod session;
 mod sessions;
 mod sql;

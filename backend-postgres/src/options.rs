@@ -136,9 +136,7 @@ impl From<PgConnectOptions> for PostgresOptions {
         };
         Self {
             // pgbouncer refuses the parameter that sqlx would send by itself.
-            server: server
-                .extra_float_digits(None)
-                .disable_statement_logging(),
+            server: server.extra_float_digits(None).disable_statement_logging(),
             key_form: KeyForm::default(),
             sequence: "public.leasehold_token".into(),
             max_sessions: 16,
@@ -224,7 +222,10 @@ mod tests {
         ] {
             let error = PostgresOptions::new(url).expect_err(url);
             assert_eq!(error.kind(), ErrorKind::Invalid);
-            assert!(!format!("{error:?} {error}").contains("geheim"), "{error:?}");
+            assert!(
+                !format!("{error:?} {error}").contains("geheim"),
+                "{error:?}"
+            );
         }
     }
 

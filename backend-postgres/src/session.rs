@@ -2,10 +2,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use leasehold_core::{Error, Moment, Result, Token, Validity};
-use sqlx::postgres::PgRow;
+use sqlx::postgres::{PgNotification, PgRow};
 use sqlx::{Executor, PgConnection, Row, raw_sql};
 use tokio::sync::{Notify, OwnedSemaphorePermit, mpsc, oneshot, watch};
 use tokio::time::sleep;
@@ -16,8 +16,9 @@ use crate::connection::{Connection, connecting, in_recovery_error, one};
 use crate::error::{code, explain, is_survived};
 use crate::hold::{PostgresHold, gone};
 use crate::key_form::LockId;
+use crate::peer::{DONE, Known, Message, NONE, Question, channel};
 use crate::sql::Sql;
-use crate::turn::{Place, Turn, Turns, Waiter};
+use crate::turn::{Claimant, Place, Turn, Turns, Waiter};
 
 /// One connection to the server with the locks that it has, owned by a task of its own.
 ///
@@ -41,6 +42,7 @@ use crate::turn::{Place, Turn, Turns, Waiter};
 /// 6. *Errors of a lock statement* leave it open whether the lock was taken (10 of 400 cancels took
 ///    it), so its keys are unlocked once. If that fails too, the session is closed.
 pub(crate) struct Session {
+    pub(crate) pid: i32,
     kind: Kind,
     ttl: Duration,
     validity: Validity,
@@ -72,6 +74,7 @@ pub(crate) enum Job {
     /// Takes the lock if it is free.
     Try {
         attempt: Attempt,
+        claimant: Claimant,
         answer: oneshot::Sender<Tried>,
     },
     /// Waits for the lock, for this claim or for those that queue behind it in this process.
@@ -82,12 +85,26 @@ pub(crate) enum Job {
         token: Token,
         answer: Option<oneshot::Sender<Result<()>>>,
     },
+    /// What the server knows about who has the lock.
+    Look {
+        key: LockId,
+        answer: oneshot::Sender<Result<Option<Seen>>>,
+    },
+    /// Asks the session of another backend.
+    Question {
+        pid: i32,
+        key: LockId,
+        what: Question,
+        answer: oneshot::Sender<String>,
+    },
     /// Whether the session still has this grant, and the server the session.
     Check {
         key: LockId,
         token: Token,
         answer: oneshot::Sender<Result<()>>,
     },
+    /// Interrupts the wait of another session of this client.
+    Interrupt { pid: i32 },
     /// Ends the session if it has nothing to do.
     Retire,
 }
@@ -98,6 +115,16 @@ pub(crate) struct Attempt {
     pub(crate) turn: Turn,
     /// Given back when it is dropped.
     pub(crate) _place: OwnedSemaphorePermit,
+}
+
+/// What the server knows about a lock that is held.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    pub(crate) pid: i32,
+    /// Names the session.
+    pub(crate) session: String,
+    pub(crate) other_locks: u64,
+    pub(crate) listens: bool,
 }
 
 /// What became of a [`Job::Try`].
@@ -141,20 +168,24 @@ impl Session {
         let raw = connection.get().await.map_err(failed)?;
         let set_up = Sql::set_up(ttl, slice(ttl));
         let rows = raw.fetch_all(raw_sql(set_up)).await.map_err(failed)?;
-        let last = rows.last().ok_or(sqlx::Error::RowNotFound).map_err(failed)?;
-        let pid = last.try_get(0).map_err(failed)?;
+        let last = rows
+            .last()
+            .ok_or(sqlx::Error::RowNotFound)
+            .map_err(failed)?;
+        let pid: i32 = last.try_get(0).map_err(failed)?;
         if last.try_get(1).map_err(failed)? {
             return Err(in_recovery_error(options));
         }
         let seen = common.highest_token.load(Ordering::Acquire);
-        // The server has to count the idle time from after this.
+        // The server counts the idle time from after this.
         let sent = Moment::now();
-        raw.execute(raw_sql(common.sql.lift_tokens(seen)))
+        raw.execute(raw_sql(common.sql.begin(pid, seen)))
             .await
             .map_err(failed)?;
         let (jobs, inbox) = mpsc::unbounded_channel();
         let (not_over, over) = watch::channel(());
         let session = Arc::new(Self {
+            pid,
             kind,
             ttl,
             validity: Validity::new(sent, ttl),
@@ -178,6 +209,9 @@ impl Session {
             kind,
             ttl,
             held: HashMap::new(),
+            asked: HashMap::new(),
+            questions: 0,
+            known: HashMap::new(),
             last_sent: sent,
             last_used: Moment::now(),
             _permits: permits,
@@ -206,6 +240,10 @@ impl Session {
     /// Whether it serves claims of this ttl.
     pub(crate) fn serves(&self, kind: Kind, ttl: Duration) -> bool {
         self.kind == kind && self.ttl == ttl && self.is_open()
+    }
+
+    pub(crate) fn is_shared(&self) -> bool {
+        self.kind == Kind::Shared
     }
 
     pub(crate) fn is_open(&self) -> bool {
@@ -248,7 +286,7 @@ impl Session {
         self.load.fetch_add(more, Ordering::AcqRel);
     }
 
-    fn discount(&self, less: usize) {
+    pub(crate) fn discount(&self, less: usize) {
         self.load.fetch_sub(less, Ordering::AcqRel);
     }
 
@@ -293,12 +331,26 @@ pub(crate) struct Task {
     pid: i32,
     kind: Kind,
     ttl: Duration,
-    held: HashMap<LockId, (Token, Attempt)>,
+    held: HashMap<LockId, Held>,
+    /// Questions of ours that others have not answered yet.
+    asked: HashMap<u64, (i32, oneshot::Sender<String>)>,
+    questions: u64,
+    /// Who has asked of late, since when we know, and whether it may.
+    known: HashMap<i32, (Moment, bool)>,
     /// When the last statement that was answered was sent.
     last_sent: Moment,
     last_used: Moment,
     _permits: Vec<OwnedSemaphorePermit>,
     _not_over: watch::Sender<()>,
+}
+
+/// A lock that is ours.
+struct Held {
+    token: Token,
+    validity: Validity,
+    claimant: Claimant,
+    since: SystemTime,
+    _attempt: Attempt,
 }
 
 /// Why a session ended.
@@ -347,6 +399,12 @@ impl Task {
             let Some(connection) = &mut self.connection else {
                 return End::Unused;
             };
+            if let Some(notification) = connection.heard() {
+                match self.hear(&notification).await {
+                    Ok(()) => continue,
+                    Err(end) => return end,
+                }
+            }
             let heartbeat = (self.ttl / 3).saturating_sub(self.last_sent.elapsed());
             let done = tokio::select! {
                 biased;
@@ -355,7 +413,10 @@ impl Task {
                     Some(job) => self.handle(job).await,
                     None => return End::Unused,
                 },
-                () = connection.lost() => return End::Lost("the connection was lost".into()),
+                heard = connection.hear() => match heard {
+                    Some(notification) => self.hear(&notification).await,
+                    None => return End::Lost("the connection was lost".into()),
+                },
                 () = sleep(heartbeat) => {
                     if self.held.is_empty() && self.last_used.elapsed() > SPARE {
                         return self.retire();
@@ -372,7 +433,11 @@ impl Task {
     async fn handle(&mut self, job: Job) -> Result<(), End> {
         self.last_used = Moment::now();
         match job {
-            Job::Try { attempt, answer } => self.try_lock(attempt, answer).await,
+            Job::Try {
+                attempt,
+                claimant,
+                answer,
+            } => self.try_lock(attempt, claimant, answer).await,
             Job::Wait { attempt, waiter } => self.wait(attempt, waiter).await,
             Job::Unlock { key, token, answer } => {
                 let (answered, end) = match self.unlock(key, token).await {
@@ -385,6 +450,13 @@ impl Task {
                 }
                 end
             }
+            Job::Look { key, answer } => self.look(key, answer).await,
+            Job::Question {
+                pid,
+                key,
+                what,
+                answer,
+            } => self.question(pid, key, what, answer).await,
             Job::Check { key, token, answer } => {
                 if !self.has(key, token) {
                     let _unheard = answer.send(Err(gone()));
@@ -394,6 +466,17 @@ impl Task {
                 let _unheard = answer.send(Ok(()));
                 Ok(())
             }
+            Job::Interrupt { pid } => {
+                let sql = Sql::interrupt(pid);
+                match self
+                    .ask(async |connection: &mut PgConnection| one(connection, sql).await)
+                    .await
+                {
+                    Err(Failure::Ended(end)) => Err(end),
+                    // The wait ends by itself.
+                    Ok(_) | Err(Failure::Refused(_)) => Ok(()),
+                }
+            }
             Job::Retire if self.held.is_empty() => Err(self.retire()),
             Job::Retire => Ok(()),
         }
@@ -402,6 +485,7 @@ impl Task {
     async fn try_lock(
         &mut self,
         attempt: Attempt,
+        claimant: Claimant,
         answer: oneshot::Sender<Tried>,
     ) -> Result<(), End> {
         let key = attempt.turn.key();
@@ -413,7 +497,7 @@ impl Task {
             .await
             .and_then(|row| row.try_get::<Option<i64>, _>(1).map_err(Failure::Refused));
         let tried = match asked {
-            Ok(Some(token)) => match self.grant(attempt, token) {
+            Ok(Some(token)) => match self.grant(attempt, claimant, token) {
                 Some(hold) => Tried::Granted(hold),
                 None => return Err(End::Unused),
             },
@@ -442,8 +526,14 @@ impl Task {
             me.last_key.store(key, Ordering::Release);
         }
         let sql = self.common.sql.wait(key);
-        let mut waiter = Some(waiter);
+        let mut waiter = Some(waiter).filter(|waiter| !waiter.is_gone());
+        if waiter.is_none() {
+            waiter = attempt.turn.next().filter(|waiter| waiter.ttl == self.ttl);
+        }
         let place = loop {
+            if waiter.is_none() {
+                break Place::Turn(attempt.turn);
+            }
             let slice = self
                 .ask(async |connection: &mut PgConnection| one(connection, sql.clone()).await)
                 .await;
@@ -464,21 +554,27 @@ impl Task {
                 }
             };
             self.last_used = Moment::now();
+            // Kept until all is cleared up: it may be waiting for that.
+            let mut gone = None;
             if waiter.as_ref().is_none_or(Waiter::is_gone) {
-                waiter = attempt.turn.next();
+                gone = std::mem::replace(&mut waiter, attempt.turn.next());
             }
             // The server's side of this session has the ttl of the first claim.
-            let served = waiter.as_ref().is_some_and(|waiter| waiter.ttl == self.ttl);
-            match token {
-                Some(token) if served => match self.grant(attempt, token) {
-                    Some(hold) => break Place::Granted(hold),
-                    None => return Err(End::Unused),
-                },
-                None if served => {}
-                token => {
+            let served = waiter.as_ref().filter(|waiter| waiter.ttl == self.ttl);
+            match (token, served) {
+                (Some(token), Some(served)) => {
+                    let claimant = served.claimant.clone();
+                    match self.grant(attempt, claimant, token) {
+                        Some(hold) => break Place::Granted(hold),
+                        None => return Err(End::Unused),
+                    }
+                }
+                (None, Some(_)) => {}
+                (token, None) => {
                     if token.is_some() {
                         self.unlock_once(key).await?;
                     }
+                    drop(gone);
                     break Place::Turn(attempt.turn);
                 }
             }
@@ -494,13 +590,21 @@ impl Task {
     }
 
     /// The lock is ours. `None`: nobody is left who could have it.
-    fn grant(&mut self, attempt: Attempt, token: i64) -> Option<PostgresHold> {
+    fn grant(&mut self, attempt: Attempt, claimant: Claimant, token: i64) -> Option<PostgresHold> {
         let session = self.me.upgrade()?;
         let key = attempt.turn.key();
         self.common.highest_token.fetch_max(token, Ordering::AcqRel);
         let token = Token::new(token.unsigned_abs());
-        self.held.insert(key, (token, attempt));
-        Some(PostgresHold::new(session, key, token))
+        let hold = PostgresHold::new(session, key, token);
+        let held = Held {
+            token,
+            validity: leasehold_core::Hold::validity(&hold).clone(),
+            claimant,
+            since: wall_clock(),
+            _attempt: attempt,
+        };
+        self.held.insert(key, held);
+        Some(hold)
     }
 
     /// Frees the lock of this grant.
@@ -533,9 +637,9 @@ impl Task {
         match self.ask_unlock(key).await {
             Ok(_was_held) => Ok(()),
             Err(Failure::Ended(end)) => Err(end),
-            Err(Failure::Refused(error)) => Err(End::Lost(format!(
-                "a lock could not be freed: {error}"
-            ))),
+            Err(Failure::Refused(error)) => {
+                Err(End::Lost(format!("a lock could not be freed: {error}")))
+            }
         }
     }
 
@@ -553,12 +657,150 @@ impl Task {
         row.try_get(1).map_err(Failure::Refused)
     }
 
+    async fn look(
+        &mut self,
+        key: LockId,
+        answer: oneshot::Sender<Result<Option<Seen>>>,
+    ) -> Result<(), End> {
+        let (sql, (class, object, kind)) = {
+            let sql = &self.common.sql;
+            (sql.holder.clone(), sql.key_form.in_pg_locks(key))
+        };
+        let asked = self
+            .ask(async |connection: &mut PgConnection| {
+                let query = sqlx::query(sql).bind(class).bind(object).bind(kind);
+                query.fetch_one(connection).await
+            })
+            .await;
+        let seen = match asked.and_then(|row| seen_in(&row).map_err(Failure::Refused)) {
+            Ok(seen) => Ok(seen),
+            Err(Failure::Ended(end)) => return Err(end),
+            Err(Failure::Refused(error)) => Err(explain("who holds a lock", error)),
+        };
+        let _unheard = answer.send(seen);
+        Ok(())
+    }
+
+    async fn question(
+        &mut self,
+        pid: i32,
+        key: LockId,
+        what: Question,
+        answer: oneshot::Sender<String>,
+    ) -> Result<(), End> {
+        self.questions += 1;
+        let number = self.questions;
+        self.asked.retain(|_, (_, asked)| !asked.is_closed());
+        self.asked.insert(number, (pid, answer));
+        let reply_to = self.pid;
+        let question = Message::Question {
+            number,
+            reply_to,
+            key,
+            what,
+        };
+        self.notify(pid, &question).await
+    }
+
+    async fn hear(&mut self, notification: &PgNotification) -> Result<(), End> {
+        let from = i32::try_from(notification.process_id()).unwrap_or_default();
+        match Message::read(notification.payload()) {
+            Some(Message::Answer { number, text }) => {
+                // Anybody may send one; it counts from the one who was asked.
+                if let Some((pid, asked)) = self.asked.remove(&number)
+                    && pid == from
+                {
+                    let _unheard = asked.send(text);
+                }
+                Ok(())
+            }
+            Some(Message::Question {
+                number,
+                reply_to,
+                key,
+                what,
+            }) => {
+                if from != reply_to || !self.may_end_us(from).await? {
+                    debug!(target: "leasehold", from, "a question without the right to ask it");
+                    return Ok(());
+                }
+                let text = self.answer(key, what).await?;
+                self.notify(reply_to, &Message::Answer { number, text })
+                    .await
+            }
+            None => Ok(()),
+        }
+    }
+
+    async fn answer(&mut self, key: LockId, what: Question) -> Result<String, End> {
+        let Some(held) = self.held.get(&key) else {
+            return Ok(NONE.into());
+        };
+        match what {
+            Question::Who => {
+                let known = Known {
+                    token: held.token,
+                    owner: held.claimant.owner.to_string(),
+                    label: held.claimant.label.as_deref().map(Into::into),
+                    since: held.since,
+                    remaining: held.validity.remaining(),
+                };
+                Ok(known.write())
+            }
+            Question::Evict(named) if named.is_none_or(|token| token == held.token) => {
+                let token = held.token;
+                // Before the next one can have it.
+                held.validity.end();
+                warn!(target: "leasehold", %token, "a lock was taken away by an operator");
+                let unlocked = self.unlock(key, token).await?;
+                Ok(if unlocked.is_ok() { DONE } else { NONE }.into())
+            }
+            Question::Evict(_) => Ok(NONE.into()),
+        }
+    }
+
+    async fn may_end_us(&mut self, pid: i32) -> Result<bool, End> {
+        /// So long an answer is good for further questions.
+        const KNOWN: Duration = Duration::from_secs(1);
+        self.known.retain(|_, (since, _)| since.elapsed() < KNOWN);
+        if let Some((_, may)) = self.known.get(&pid) {
+            return Ok(*may);
+        }
+        let since = Moment::now();
+        let sql = self.common.sql.may_end_us.clone();
+        let asked = self
+            .ask(async |connection: &mut PgConnection| {
+                sqlx::query(sql).bind(pid).fetch_one(connection).await
+            })
+            .await;
+        let may = match asked {
+            Ok(row) => row.try_get(1).unwrap_or(false),
+            Err(Failure::Ended(end)) => return Err(end),
+            Err(Failure::Refused(_)) => false,
+        };
+        self.known.insert(pid, (since, may));
+        Ok(may)
+    }
+
+    async fn notify(&mut self, pid: i32, message: &Message) -> Result<(), End> {
+        let sql = self.common.sql.notify.clone();
+        let asked = self
+            .ask(async |connection: &mut PgConnection| {
+                let query = sqlx::query(sql).bind(channel(pid)).bind(message.write());
+                query.fetch_one(connection).await
+            })
+            .await;
+        match asked {
+            Err(Failure::Ended(end)) => Err(end),
+            // Who waits for it hears nothing, which may happen anyway.
+            Ok(_) | Err(Failure::Refused(_)) => Ok(()),
+        }
+    }
+
     async fn heartbeat(&mut self) -> Result<(), End> {
         let sql = self.common.sql.heartbeat.clone();
         let asked = self
-            .ask(async |connection: &mut PgConnection| {
-                sqlx::query(sql).fetch_one(connection).await
-            })
+            .ask(async |connection: &mut PgConnection| sqlx::query(sql).fetch_one(connection).await)
             .await;
         match asked {
             Ok(_row) => Ok(()),
@@ -606,7 +848,7 @@ impl Task {
     }
 
     fn has(&self, key: LockId, token: Token) -> bool {
-        self.held.get(&key).is_some_and(|(held, _)| *held == token)
+        self.held.get(&key).is_some_and(|held| held.token == token)
     }
 
     fn discount(&self) {
@@ -634,7 +876,9 @@ impl Task {
         self.inbox.close();
         while let Ok(job) = self.inbox.try_recv() {
             match job {
-                Job::Try { attempt, answer } => drop(answer.send(Tried::NotSent(attempt))),
+                Job::Try {
+                    attempt, answer, ..
+                } => drop(answer.send(Tried::NotSent(attempt))),
                 Job::Wait { attempt, waiter } => drop(waiter.answer(Place::Turn(attempt.turn))),
                 Job::Unlock { answer, .. } => {
                     if let Some(answer) = answer {
@@ -644,7 +888,8 @@ impl Task {
                 Job::Check { answer, .. } => {
                     let _unheard = answer.send(Err(gone()));
                 }
-                Job::Retire => {}
+                // Who asked hears that nobody answers.
+                Job::Look { .. } | Job::Question { .. } | Job::Interrupt { .. } | Job::Retire => {}
             }
         }
         self.held.clear();
@@ -657,6 +902,28 @@ impl Drop for Task {
         self.validity.end();
         self.let_go();
     }
+}
+
+fn seen_in(row: &PgRow) -> sqlx::Result<Option<Seen>> {
+    let Some(pid) = row.try_get::<Option<i32>, _>(1)? else {
+        return Ok(None);
+    };
+    let start: String = row.try_get(2)?;
+    let others: i64 = row.try_get(3)?;
+    Ok(Some(Seen {
+        pid,
+        session: format!("{pid}@{start}"),
+        other_locks: others.unsigned_abs(),
+        listens: row.try_get(4)?,
+    }))
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "shown to people, decides nothing"
+)]
+fn wall_clock() -> SystemTime {
+    SystemTime::now()
 }
 
 fn token_of(row: &PgRow) -> sqlx::Result<Option<i64>> {

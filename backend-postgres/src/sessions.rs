@@ -43,13 +43,13 @@ pub(crate) struct Taken(Option<Arc<Session>>);
 
 impl Taken {
     /// Lets it wait; gives the turn back if the session has ended.
-    pub(crate) fn wait(mut self, attempt: Attempt, waiter: Waiter) -> Result<(), Turn> {
+    pub(crate) fn wait(mut self, attempt: Attempt, waiter: Waiter) -> Result<Arc<Session>, Turn> {
         let Some(session) = self.0.take() else {
             return Err(attempt.turn);
         };
         match session.send(Job::Wait { attempt, waiter }) {
             Err(Job::Wait { attempt, .. }) => Err(attempt.turn),
-            _ => Ok(()),
+            _ => Ok(session),
         }
     }
 }
@@ -94,6 +94,36 @@ impl Sessions {
                 return Err(error.clone());
             }
         }
+    }
+
+    /// Any shared session, for a question.
+    pub(crate) async fn any_shared(self: &Arc<Self>) -> Result<Arc<Session>> {
+        // The default of the user's API: most likely to be shared with locks.
+        const USUAL: Duration = Duration::from_secs(30);
+        if let Some(session) = self.open_one(runtime()?.id()) {
+            return Ok(session);
+        }
+        let session = self.shared(USUAL).await?;
+        session.discount(1);
+        Ok(session)
+    }
+
+    /// Ends the wait of a waiting session early. Where nobody can be asked to: it ends by itself.
+    pub(crate) fn interrupt(&self, pid: i32) {
+        let shared = runtime()
+            .ok()
+            .and_then(|runtime| self.open_one(runtime.id()));
+        if let Some(shared) = shared {
+            drop(shared.send(Job::Interrupt { pid }));
+        }
+    }
+
+    fn open_one(&self, runtime: Id) -> Option<Arc<Session>> {
+        let state = self.state();
+        let mut shared = state.open.iter().filter(|(id, session)| {
+            *id == runtime && session.is_shared() && session.is_open() && session.has_room()
+        });
+        shared.next().map(|(_, session)| session.clone())
     }
 
     /// An idle waiting session that waited for `key` last: for it there is likely to be a wait again.
@@ -163,11 +193,7 @@ impl Sessions {
     }
 
     /// A shared session with room, or one that is being opened, by us if nobody else does.
-    fn find_shared(
-        self: &Arc<Self>,
-        runtime: &Handle,
-        ttl: Duration,
-    ) -> Result<Found> {
+    fn find_shared(self: &Arc<Self>, runtime: &Handle, ttl: Duration) -> Result<Found> {
         self.check_open()?;
         let mut state = self.state();
         state.open.retain(|(_, session)| session.is_open());

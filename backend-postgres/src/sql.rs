@@ -5,6 +5,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
 use crate::KeyForm;
 use crate::key_form::{LockId, hashed};
+use crate::peer::channel;
 
 /// The statements, as they are sent. Each says which backend answers, so that a pooler that changes
 /// the session between statements is noticed.
@@ -23,6 +24,17 @@ pub(crate) struct Sql {
     /// For the one key in `$1`, on a session that has no other: whether it was held, however often.
     pub(crate) unlock_alone: SqlStr,
     pub(crate) heartbeat: SqlStr,
+    /// For a key as `pg_locks` shows it (`$1`, `$2`, `$3`): the backend that answers; the one that has
+    /// the lock, or NULL; its start; how many other locks it has; whether it listens.
+    ///
+    /// Always one row. Backend and start, in microseconds and empty where it is not shown to us, name
+    /// a session for ever. Somebody else's shared locks may make more holders than one: then it is any
+    /// of them.
+    pub(crate) holder: SqlStr,
+    /// Whether the backend `$1` has the right to end this session.
+    pub(crate) may_end_us: SqlStr,
+    /// To the channel `$1`.
+    pub(crate) notify: SqlStr,
 }
 
 impl Sql {
@@ -44,6 +56,15 @@ impl Sql {
                  FROM unnest($1::bigint[]) AS k"
             )),
             heartbeat: statement("SELECT pg_backend_pid()".into()),
+            holder: statement(holder()),
+            may_end_us: statement(
+                "SELECT pg_backend_pid(), \
+                   coalesce(bool_or(pg_has_role(usesysid, current_user, 'USAGE') \
+                     OR pg_has_role(usesysid, 'pg_signal_backend', 'USAGE')), false) \
+                 FROM pg_stat_activity WHERE pid = $1 AND usesysid IS NOT NULL"
+                    .into(),
+            ),
+            notify: statement("SELECT pg_backend_pid(), pg_notify($1, $2)".into()),
             key_form,
             sequence,
         })
@@ -60,7 +81,7 @@ impl Sql {
         AssertSqlSafe(format!(
             "DO $leasehold$ DECLARE held bool := true; BEGIN \
                BEGIN PERFORM pg_advisory_lock({arguments}); \
-               EXCEPTION WHEN lock_not_available THEN held := pg_try_advisory_lock({arguments}); END; \
+               EXCEPTION WHEN lock_not_available OR query_canceled THEN held := pg_try_advisory_lock({arguments}); END; \
                PERFORM set_config('leasehold.token', \
                  CASE WHEN held THEN {nextval}::text ELSE '' END, false); \
              END $leasehold$; \
@@ -92,16 +113,41 @@ impl Sql {
     /// reached the standby that was promoted. The server's clock and the highest token that this
     /// client has seen do not fall back with it. This one transaction is flushed to disk, but waits
     /// for no standby.
-    pub(crate) fn lift_tokens(&self, seen: i64) -> SqlStr {
+    ///
+    /// And lets it listen to [operators](crate::peer), and show that it does.
+    pub(crate) fn begin(&self, pid: i32, seen: i64) -> SqlStr {
         let Self { sequence, .. } = self;
         AssertSqlSafe(format!(
             "BEGIN; SET LOCAL synchronous_commit = local; SET LOCAL lock_timeout = '5s'; \
              SELECT pg_advisory_xact_lock({}); \
              SELECT setval({}, greatest(last_value, {seen}, \
                (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) + 1000000) FROM {sequence}; \
-             COMMIT",
+             COMMIT; LISTEN {}; SELECT pg_advisory_lock_shared({})",
             hashed("leasehold: tokens are being lifted"),
             literal(sequence),
+            channel(pid),
+            listens(),
+        ))
+        .into_sql_str()
+    }
+
+    /// Interrupts whatever a backend is doing.
+    pub(crate) fn interrupt(pid: i32) -> SqlStr {
+        AssertSqlSafe(format!("SELECT pg_backend_pid(), pg_cancel_backend({pid})")).into_sql_str()
+    }
+
+    /// Ends the session that has `key`, or only the one named so, and waits until it has ended.
+    pub(crate) fn terminate(&self, key: LockId, session: Option<&str>) -> SqlStr {
+        const PATIENCE_MS: u32 = 3000;
+        let named = match session {
+            Some(session) => format!("pid || '@' || start = {}", literal(session)),
+            None => "true".into(),
+        };
+        // Materialized: so that the function is called for the rows that are left, and once for each.
+        AssertSqlSafe(format!(
+            "WITH holder AS MATERIALIZED (SELECT pid FROM ({}) AS holder WHERE {named}) \
+             SELECT pg_terminate_backend(pid, {PATIENCE_MS}) FROM holder",
+            holders(&on_key(self.key_form, key))
         ))
         .into_sql_str()
     }
@@ -117,6 +163,45 @@ impl Sql {
     }
 }
 
+fn holder() -> String {
+    let held = "locktype = 'advisory' AND granted";
+    format!(
+        "SELECT pg_backend_pid(), holder.pid, holder.start, \
+           (SELECT count(*) FROM pg_locks AS other WHERE other.pid = holder.pid AND {held} \
+              AND NOT ({listening})) - 1, \
+           EXISTS (SELECT FROM pg_locks AS other WHERE other.pid = holder.pid AND {held} \
+              AND {listening}) \
+         FROM (SELECT) AS always LEFT JOIN ({holders}) AS holder ON true LIMIT 1",
+        listening = on_key(KeyForm::Bigint, listens()),
+        holders = holders(
+            "classid = $1::bigint::oid AND objid = $2::bigint::oid AND objsubid = $3::smallint"
+        ),
+    )
+}
+
+fn holders(on_key: &str) -> String {
+    format!(
+        "SELECT l.pid, \
+           coalesce((extract(epoch FROM a.backend_start) * 1000000)::bigint::text, '') AS start \
+         FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid \
+         WHERE l.locktype = 'advisory' AND l.granted AND {on_key} \
+           AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+}
+
+/// A condition on `pg_locks`.
+fn on_key(form: KeyForm, key: LockId) -> String {
+    let (class, object, kind) = form.in_pg_locks(key);
+    format!(
+        "classid = {class}::bigint::oid AND objid = {object}::bigint::oid AND objsubid = {kind}"
+    )
+}
+
+/// The lock that all sessions share which listen to operators.
+fn listens() -> LockId {
+    hashed("leasehold: a session that listens, 1")
+}
+
 /// A text as a literal.
 pub(crate) fn literal(text: &str) -> String {
     // The E form means the same whatever standard_conforming_strings says.
@@ -129,13 +214,13 @@ fn nextval(sequence: &str) -> String {
 
 fn quoted(name: &str) -> Result<String> {
     let parts: Vec<_> = name.split('.').collect();
-    let fine = |part: &&str| {
-        !part.is_empty() && part.len() <= 63 && !part.contains(['\0', '$'])
-    };
+    let fine = |part: &&str| !part.is_empty() && part.len() <= 63 && !part.contains(['\0', '$']);
     if parts.len() != 2 || !parts.iter().all(fine) {
         return Err(Error::new(
             ErrorKind::Invalid,
-            format!("{name:?} cannot be a sequence: name it as schema.name, as in public.leasehold_token"),
+            format!(
+                "{name:?} cannot be a sequence: name it as schema.name, as in public.leasehold_token"
+            ),
         ));
     }
     let parts: Vec<_> = parts.into_iter().map(quoted_part).collect();
@@ -155,10 +240,7 @@ mod tests {
         assert_eq!(quoted("public.t").expect("fine"), "\"public\".\"t\"");
         assert_eq!(quoted("a\"b.t'").expect("fine"), "\"a\"\"b\".\"t'\"");
         for name in ["t", "", ".t", "a.b.c", "a.", "a.b\0", "a.$leasehold$"] {
-            assert_eq!(
-                quoted(name).expect_err(name).kind(),
-                ErrorKind::Invalid
-            );
+            assert_eq!(quoted(name).expect_err(name).kind(), ErrorKind::Invalid);
         }
         assert_eq!(literal(r"it's \x"), r"E'it''s \\x'");
     }

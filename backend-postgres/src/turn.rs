@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use leasehold_core::OwnerId;
 use tokio::sync::oneshot;
 
 use crate::hold::PostgresHold;
@@ -48,7 +49,16 @@ pub(crate) enum Place {
 pub(crate) struct Waiter {
     number: u64,
     pub(crate) ttl: Duration,
+    pub(crate) claimant: Claimant,
     answer: oneshot::Sender<Place>,
+    _served: oneshot::Sender<()>,
+}
+
+/// Who asks, for operators.
+#[derive(Debug, Clone)]
+pub(crate) struct Claimant {
+    pub(crate) owner: OwnerId,
+    pub(crate) label: Option<Arc<str>>,
 }
 
 /// A claim that waits, as it sees itself; leaves the queue when it is dropped.
@@ -57,6 +67,7 @@ pub(crate) struct Waiting {
     key: LockId,
     number: u64,
     answer: oneshot::Receiver<Place>,
+    served: oneshot::Receiver<()>,
 }
 
 /// What [`Turns::enter`] says.
@@ -70,7 +81,13 @@ pub(crate) enum Entered {
 impl Turns {
     /// Asks for the turn of `key`. A claim that does not `wait` queues only where the lock is being
     /// freed and nobody else wants it.
-    pub(crate) fn enter(self: &Arc<Self>, key: LockId, ttl: Duration, wait: bool) -> Entered {
+    pub(crate) fn enter(
+        self: &Arc<Self>,
+        key: LockId,
+        ttl: Duration,
+        claimant: &Claimant,
+        wait: bool,
+    ) -> Entered {
         let mut keys = self.keys();
         let Some(entry) = keys.get_mut(&key) else {
             keys.insert(key, Entry::default());
@@ -80,25 +97,34 @@ impl Turns {
         if !wait && !soon_free {
             return Entered::Busy;
         }
-        let (waiter, waiting) = self.waiter(key, ttl);
+        let (waiter, waiting) = self.waiter(key, ttl, claimant.clone());
         entry.queue.push_back(waiter);
         Entered::Waiting(waiting)
     }
 
     /// Both sides of a wait that is not in the queue: for whoever has the turn and hands it on.
-    pub(crate) fn waiter(self: &Arc<Self>, key: LockId, ttl: Duration) -> (Waiter, Waiting) {
+    pub(crate) fn waiter(
+        self: &Arc<Self>,
+        key: LockId,
+        ttl: Duration,
+        claimant: Claimant,
+    ) -> (Waiter, Waiting) {
         let (sender, answer) = oneshot::channel();
+        let (_served, served) = oneshot::channel();
         let number = self.next_waiter.fetch_add(1, Ordering::Relaxed);
         let waiter = Waiter {
             number,
             ttl,
+            claimant,
             answer: sender,
+            _served,
         };
         let waiting = Waiting {
             turns: self.clone(),
             key,
             number,
             answer,
+            served,
         };
         (waiter, waiting)
     }
@@ -108,6 +134,13 @@ impl Turns {
         if let Some(entry) = self.keys().get_mut(&key) {
             entry.leaving = true;
         }
+    }
+
+    /// Whether a claim queues for `key`.
+    pub(crate) fn is_wanted(&self, key: LockId) -> bool {
+        let keys = self.keys();
+        let mut queue = keys.get(&key).into_iter().flat_map(|entry| &entry.queue);
+        queue.any(|waiter| !waiter.is_gone())
     }
 
     fn turn(self: &Arc<Self>, key: LockId) -> Turn {
@@ -183,6 +216,18 @@ impl Waiting {
     /// May be dropped and called again.
     pub(crate) async fn place(&mut self) -> Option<Place> {
         (&mut self.answer).await.ok()
+    }
+
+    /// Wants no place any more; has one if it was given just now.
+    pub(crate) fn give_up(&mut self) -> Option<Place> {
+        self.answer.close();
+        self.answer.try_recv().ok()
+    }
+
+    /// Resolves when whoever served the claim has seen that it gave up, and has cleared up after it.
+    pub(crate) async fn cleared(&mut self) {
+        // Nothing is sent; the other end is dropped.
+        let _cleared = (&mut self.served).await;
     }
 }
 
