@@ -50,6 +50,16 @@ struct Answer {
 }
 
 impl Postgres {
+    /// What every such backend promises.
+    pub const GUARANTEES: Guarantees = {
+        let mut guarantees = Guarantees::new(Expiry::Session, SHORTEST_TTL);
+        guarantees.consistency = Consistency::SingleNode;
+        guarantees.fairness = Fairness::None;
+        guarantees.wakeup = Wakeup::Push;
+        guarantees.tokens = Tokens::Durable;
+        guarantees
+    };
+
     /// Connects to the server at `url`; see [`PostgresOptions::new`] for its form.
     ///
     /// # Errors
@@ -105,12 +115,7 @@ impl Postgres {
 #[async_trait]
 impl Backend for Postgres {
     fn guarantees(&self) -> Guarantees {
-        let mut guarantees = Guarantees::new(Expiry::Session, SHORTEST_TTL);
-        guarantees.consistency = Consistency::SingleNode;
-        guarantees.fairness = Fairness::None;
-        guarantees.wakeup = Wakeup::Push;
-        guarantees.tokens = Tokens::Durable;
-        guarantees
+        Self::GUARANTEES
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {

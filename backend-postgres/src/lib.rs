@@ -10,6 +10,7 @@ mod peer;
 mod session;
 mod sessions;
 mod sql;
+mod transaction;
 mod turn;
 
 pub use backend::Postgres;
