@@ -41,9 +41,10 @@ impl PostgresOptions {
     /// [`ErrorKind::Invalid`] if the URL is not of this form.
     pub fn new(url: impl AsRef<str>) -> Result<Self> {
         let url = url.as_ref();
-        if !["postgres://", "postgresql://"]
+        let scheme = url.split_once("://").map_or("", |(scheme, _)| scheme);
+        if !["postgres", "postgresql"]
             .iter()
-            .any(|scheme| url.starts_with(scheme))
+            .any(|known| scheme.eq_ignore_ascii_case(known))
         {
             return Err(invalid(
                 "the URL must begin with postgres://, as in postgres://user@localhost:5432/database",

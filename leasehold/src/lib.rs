@@ -13,6 +13,9 @@ pub use leasehold_core::{
 #[cfg(feature = "file")]
 #[doc(inline)]
 pub use leasehold_file as file;
+#[cfg(feature = "postgres")]
+#[doc(inline)]
+pub use leasehold_postgres as postgres;
 #[cfg(feature = "redis")]
 #[doc(inline)]
 pub use leasehold_redis as redis;

@@ -2,6 +2,7 @@
 
 mod file;
 mod memory;
+mod postgres;
 mod redis;
 mod zk;
 
@@ -17,6 +18,8 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     redis::PLAIN,
     redis::TLS,
     zk::SCHEME,
+    postgres::SHORT,
+    postgres::LONG,
 ];
 
 /// One kind of store.

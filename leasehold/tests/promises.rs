@@ -2,7 +2,12 @@
 //!
 //! `LEASEHOLD_UPDATE=1 cargo test -p leasehold --all-features --test promises` writes the table anew.
 
-#![cfg(all(feature = "file", feature = "redis", feature = "zk"))]
+#![cfg(all(
+    feature = "file",
+    feature = "postgres",
+    feature = "redis",
+    feature = "zk"
+))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 use std::fs;
@@ -11,6 +16,7 @@ use std::path::Path;
 use leasehold::file::Folder;
 use leasehold::redis::Redis;
 use leasehold::zk::ZooKeeper;
+use leasehold::postgres::Postgres;
 use leasehold::{Guarantees, Memory};
 
 /// Name, page (relative to the workspace), guarantees.
@@ -20,6 +26,7 @@ fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
         ("File", Some("backend-file"), Folder::GUARANTEES),
         ("Redis", Some("backend-redis"), Redis::GUARANTEES),
         ("ZooKeeper", Some("backend-zk"), ZooKeeper::GUARANTEES),
+        ("PostgreSQL", Some("backend-postgres"), Postgres::GUARANTEES),
     ]
 }
 
