@@ -396,23 +396,21 @@ impl Client {
 
     /// Asks the server for the session, and the session for the grant.
     async fn ask_holder(&self, key: LockId) -> Result<Option<Holder>> {
-        // What was seen may be gone when the session is asked; not for ever.
+        // What the server saw may be gone when the session is asked; not for ever.
         const TRIES: usize = 5;
         let mut seen = None;
         for _ in 0..TRIES {
-            let Some(found) = self.look(key).await? else {
+            let (found, reply) = self.ask_others(key, Some(Question::Who)).await?;
+            let Some(found) = found else {
                 return Ok(None);
             };
-            match self.question(&found, key, Question::Who).await {
-                Some(answer) if answer == NONE => {}
-                answer => {
-                    let mut holder = Holder::new(found.session);
-                    holder.also_ends = found.other_locks;
-                    if let Some(known) = answer.as_deref().and_then(Known::read) {
-                        known.complete(&mut holder);
-                    }
-                    return Ok(Some(holder));
+            if reply.as_deref() != Some(NONE) {
+                let mut holder = Holder::new(found.session);
+                holder.also_ends = found.other_locks;
+                if let Some(known) = reply.as_deref().and_then(Known::read) {
+                    known.complete(&mut holder);
                 }
+                return Ok(Some(holder));
             }
             seen = Some(found);
         }
@@ -421,62 +419,60 @@ impl Client {
 
     /// Asks the session to give the lock up; ends it if it does not answer.
     async fn evict(&self, key: LockId, grant: Option<&Holder>) -> Result<bool> {
-        let (session, token) = match grant {
-            Some(holder) => {
-                let (session, token) = parts(&holder.grant);
-                (Some(session), token)
-            }
-            None => (None, None),
+        let (session, what) = match grant.map(|holder| parts(&holder.grant)) {
+            Some((session, Some(token))) => (Some(session), Some(Question::Evict(Some(token)))),
+            // All that is known of the grant is its session: that one must not give up another.
+            Some((session, None)) => (Some(session), None),
+            None => (None, Some(Question::Evict(None))),
         };
-        let Some(found) = self.look(key).await? else {
+        let (found, reply) = self.ask_others(key, what).await?;
+        let Some(found) = found else {
             return Ok(false);
         };
+        match reply.as_deref() {
+            Some(DONE) => return Ok(true),
+            Some(NONE) => return Ok(false),
+            // Not ours, or stopped, or we have no right to ask.
+            _ => {}
+        }
         if session.is_some_and(|session| session != found.session) {
             return Ok(false);
         }
-        let what = Question::Evict(token);
-        match self.question(&found, key, what).await.as_deref() {
-            Some(DONE) => return Ok(true),
-            Some(NONE) => return Ok(false),
-            // Not ours, stopped, or we have no right to ask.
-            _ => {}
-        }
-        self.terminate(key, Some(&found.session)).await
+        self.terminate(key, &found.session).await
     }
 
-    async fn look(&self, key: LockId) -> Result<Option<Seen>> {
-        let (sender, answer) = oneshot::channel();
+    /// Who has the lock, and what that session answers to a question, if it does.
+    async fn ask_others(
+        &self,
+        key: LockId,
+        what: Option<Question>,
+    ) -> Result<(Option<Seen>, Option<String>)> {
+        // An answer takes a few times as long as one of the server's.
+        const PATIENCE: Duration = Duration::from_millis(100);
+        const TIMES: u32 = 4;
         let session = self.sessions.any_shared().await?;
+        let started = Moment::now();
+        let ((seen, found), (replied, reply)) = (oneshot::channel(), oneshot::channel());
         // Not accepted: it ends just now.
-        drop(session.send(Job::Look {
-            key,
-            answer: sender,
-        }));
-        answer
-            .await
-            .unwrap_or_else(|_ended| Err(self.unavailable("the session ended while it was asked")))
-    }
-
-    /// `None`: no answer.
-    async fn question(&self, found: &Seen, key: LockId, what: Question) -> Option<String> {
-        // Within the limit that is usual for a request, with room for what comes after it.
-        const PATIENCE: Duration = Duration::from_millis(1000);
-        if !found.listens {
-            return None;
-        }
-        let (sender, answer) = oneshot::channel();
-        let session = self.sessions.any_shared().await.ok()?;
-        drop(session.send(Job::Question {
-            pid: found.pid,
+        drop(session.send(Job::Ask {
             key,
             what,
-            answer: sender,
+            seen,
+            reply: replied,
         }));
-        timeout(PATIENCE, answer).await.ok()?.ok()
+        let found = found.await.unwrap_or_else(|_ended| {
+            Err(self.unavailable("the session ended while it was asked"))
+        })?;
+        let patience = PATIENCE.max(started.elapsed() * TIMES);
+        let reply = match (&found, what) {
+            (Some(Seen { listens: true, .. }), Some(_)) => timeout(patience, reply).await,
+            _ => return Ok((found, None)),
+        };
+        Ok((found, reply.ok().and_then(Result::ok)))
     }
 
     /// On a connection of its own: the session that is to be ended may be the one that would ask.
-    async fn terminate(&self, key: LockId, session: Option<&str>) -> Result<bool> {
+    async fn terminate(&self, key: LockId, session: &str) -> Result<bool> {
         let options = &self.common.options;
         let doing = "ending the session that holds a lock (needs its role, or pg_signal_backend)";
         let asked = timeout(options.connect_timeout, async {

@@ -194,12 +194,14 @@ async fn check_sequence(
         .and_then(|row| row.try_get(0))
         .map_err(&denied)?;
     if !there {
-        let made = connection
-            .execute(raw_sql(AssertSqlSafe(format!(
-                "SET default_transaction_read_only = off; CREATE SEQUENCE IF NOT EXISTS {}",
-                sql.sequence
-            ))))
-            .await;
+        // Roles may be set to read only; it takes effect with the next statement.
+        let writable = "SET default_transaction_read_only = off";
+        connection
+            .execute(raw_sql(writable))
+            .await
+            .map_err(failed)?;
+        let create = format!("CREATE SEQUENCE IF NOT EXISTS {}", sql.sequence);
+        let made = connection.execute(raw_sql(AssertSqlSafe(create))).await;
         match made {
             // Another client made it at the same time.
             Err(error) if matches!(code(&error), Some("23505" | "42P07")) => {}

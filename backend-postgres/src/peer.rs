@@ -52,9 +52,12 @@ const VERSION: &str = "leasehold1";
 pub(crate) const NONE: &str = "none";
 pub(crate) const DONE: &str = "done";
 
+/// What the channel of a backend begins with.
+pub(crate) const CHANNEL: &str = "leasehold_";
+
 /// The channel of a backend.
 pub(crate) fn channel(pid: i32) -> String {
-    format!("leasehold_{pid}")
+    format!("{CHANNEL}{pid}")
 }
 
 impl Message {

@@ -17,7 +17,7 @@ use crate::error::{code, explain, is_survived};
 use crate::hold::{PostgresHold, gone};
 use crate::key_form::LockId;
 use crate::peer::{DONE, Known, Message, NONE, Question, channel};
-use crate::sql::Sql;
+use crate::sql::{Reserve, Sql};
 use crate::turn::{Claimant, Place, Turn, Turns, Waiter};
 
 /// One connection to the server with the locks that it has, owned by a task of its own.
@@ -85,17 +85,12 @@ pub(crate) enum Job {
         token: Token,
         answer: Option<oneshot::Sender<Result<()>>>,
     },
-    /// What the server knows about who has the lock.
-    Look {
+    /// What the server knows about who has the lock; and asks that session, where it listens.
+    Ask {
         key: LockId,
-        answer: oneshot::Sender<Result<Option<Seen>>>,
-    },
-    /// Asks the session of another backend.
-    Question {
-        pid: i32,
-        key: LockId,
-        what: Question,
-        answer: oneshot::Sender<String>,
+        what: Option<Question>,
+        seen: oneshot::Sender<Result<Option<Seen>>>,
+        reply: oneshot::Sender<String>,
     },
     /// Whether the session still has this grant, and the server the session.
     Check {
@@ -179,7 +174,8 @@ impl Session {
         let seen = common.highest_token.load(Ordering::Acquire);
         // The server counts the idle time from after this.
         let sent = Moment::now();
-        raw.execute(raw_sql(common.sql.begin(pid, seen)))
+        let reserve = (kind == Kind::Shared).then_some(Reserve { pid });
+        raw.execute(raw_sql(common.sql.begin(pid, seen, reserve)))
             .await
             .map_err(failed)?;
         let (jobs, inbox) = mpsc::unbounded_channel();
@@ -209,6 +205,7 @@ impl Session {
             kind,
             ttl,
             held: HashMap::new(),
+            has_reserve: kind == Kind::Shared,
             asked: HashMap::new(),
             questions: 0,
             known: HashMap::new(),
@@ -332,6 +329,8 @@ pub(crate) struct Task {
     kind: Kind,
     ttl: Duration,
     held: HashMap<LockId, Held>,
+    /// Whether it has its reserve in the lock table.
+    has_reserve: bool,
     /// Questions of ours that others have not answered yet.
     asked: HashMap<u64, (i32, oneshot::Sender<String>)>,
     questions: u64,
@@ -352,6 +351,9 @@ struct Held {
     since: SystemTime,
     _attempt: Attempt,
 }
+
+/// `out_of_memory`, which the lock table is said to be when it is full.
+const TABLE_FULL: &str = "53200";
 
 /// Why a session ended.
 #[derive(Debug)]
@@ -450,13 +452,12 @@ impl Task {
                 }
                 end
             }
-            Job::Look { key, answer } => self.look(key, answer).await,
-            Job::Question {
-                pid,
+            Job::Ask {
                 key,
                 what,
-                answer,
-            } => self.question(pid, key, what, answer).await,
+                seen,
+                reply,
+            } => self.ask_others(key, what, seen, reply).await,
             Job::Check { key, token, answer } => {
                 if !self.has(key, token) {
                     let _unheard = answer.send(Err(gone()));
@@ -489,14 +490,7 @@ impl Task {
         answer: oneshot::Sender<Tried>,
     ) -> Result<(), End> {
         let key = attempt.turn.key();
-        let sql = self.common.sql.try_lock.clone();
-        let asked = self
-            .ask(async |connection: &mut PgConnection| {
-                sqlx::query(sql).bind([key]).fetch_one(connection).await
-            })
-            .await
-            .and_then(|row| row.try_get::<Option<i64>, _>(1).map_err(Failure::Refused));
-        let tried = match asked {
+        let tried = match self.ask_try(key).await {
             Ok(Some(token)) => match self.grant(attempt, claimant, token) {
                 Some(hold) => Tried::Granted(hold),
                 None => return Err(End::Unused),
@@ -509,6 +503,9 @@ impl Task {
             Err(Failure::Refused(error)) => {
                 self.discount();
                 self.unlock_once(key).await?;
+                if code(&error) == Some(TABLE_FULL) {
+                    self.give_up_reserve().await?;
+                }
                 let doing = format!("locking on {}", self.common.options.address());
                 Tried::Failed(attempt, explain(&doing, error))
             }
@@ -516,6 +513,42 @@ impl Task {
         // The claim is gone: dropped, a hold frees its lock, and an attempt passes its turn on.
         drop(answer.send(tried));
         Ok(())
+    }
+
+    async fn ask_try(&mut self, key: LockId) -> Result<Option<i64>, Failure> {
+        if !self.has_reserve {
+            let take = Reserve { pid: self.pid }.take();
+            let taken = self
+                .ask(async |connection: &mut PgConnection| one(connection, take).await)
+                .await;
+            if let Err(Failure::Refused(error)) = taken {
+                // Some of it may have been taken.
+                self.give_up_reserve().await.map_err(Failure::Ended)?;
+                return Err(Failure::Refused(error));
+            }
+            taken?;
+            self.has_reserve = true;
+        }
+        let sql = self.common.sql.try_lock.clone();
+        let row = self
+            .ask(async |connection: &mut PgConnection| {
+                sqlx::query(sql).bind([key]).fetch_one(connection).await
+            })
+            .await?;
+        row.try_get(1).map_err(Failure::Refused)
+    }
+
+    async fn give_up_reserve(&mut self) -> Result<(), End> {
+        self.has_reserve = false;
+        let give_up = Reserve { pid: self.pid }.give_up();
+        let given = self
+            .ask(async |connection: &mut PgConnection| one(connection, give_up).await)
+            .await;
+        match given {
+            Ok(_row) => Ok(()),
+            Err(Failure::Ended(end)) => Err(end),
+            Err(Failure::Refused(error)) => Err(End::Lost(error.to_string())),
+        }
     }
 
     /// Waits in slices, for this claim or for whoever is next in the queue when it is gone; a slice
@@ -657,49 +690,45 @@ impl Task {
         row.try_get(1).map_err(Failure::Refused)
     }
 
-    async fn look(
+    async fn ask_others(
         &mut self,
         key: LockId,
-        answer: oneshot::Sender<Result<Option<Seen>>>,
+        what: Option<Question>,
+        seen: oneshot::Sender<Result<Option<Seen>>>,
+        reply: oneshot::Sender<String>,
     ) -> Result<(), End> {
+        self.questions += 1;
+        let number = self.questions;
+        let question = what.map(|what| Message::Question {
+            number,
+            reply_to: self.pid,
+            key,
+            what,
+        });
         let (sql, (class, object, kind)) = {
             let sql = &self.common.sql;
             (sql.holder.clone(), sql.key_form.in_pg_locks(key))
         };
         let asked = self
             .ask(async |connection: &mut PgConnection| {
+                let question = question.map(|question| question.write());
                 let query = sqlx::query(sql).bind(class).bind(object).bind(kind);
-                query.fetch_one(connection).await
+                query.bind(question).fetch_one(connection).await
             })
             .await;
-        let seen = match asked.and_then(|row| seen_in(&row).map_err(Failure::Refused)) {
-            Ok(seen) => Ok(seen),
+        let found = match asked.and_then(|row| seen_in(&row).map_err(Failure::Refused)) {
+            Ok(found) => Ok(found),
             Err(Failure::Ended(end)) => return Err(end),
             Err(Failure::Refused(error)) => Err(explain("who holds a lock", error)),
         };
-        let _unheard = answer.send(seen);
+        if let Ok(Some(found)) = &found
+            && found.listens
+        {
+            self.asked.retain(|_, (_, asked)| !asked.is_closed());
+            self.asked.insert(number, (found.pid, reply));
+        }
+        let _unheard = seen.send(found);
         Ok(())
-    }
-
-    async fn question(
-        &mut self,
-        pid: i32,
-        key: LockId,
-        what: Question,
-        answer: oneshot::Sender<String>,
-    ) -> Result<(), End> {
-        self.questions += 1;
-        let number = self.questions;
-        self.asked.retain(|_, (_, asked)| !asked.is_closed());
-        self.asked.insert(number, (pid, answer));
-        let reply_to = self.pid;
-        let question = Message::Question {
-            number,
-            reply_to,
-            key,
-            what,
-        };
-        self.notify(pid, &question).await
     }
 
     async fn hear(&mut self, notification: &PgNotification) -> Result<(), End> {
@@ -889,7 +918,7 @@ impl Task {
                     let _unheard = answer.send(Err(gone()));
                 }
                 // Who asked hears that nobody answers.
-                Job::Look { .. } | Job::Question { .. } | Job::Interrupt { .. } | Job::Retire => {}
+                Job::Ask { .. } | Job::Interrupt { .. } | Job::Retire => {}
             }
         }
         self.held.clear();

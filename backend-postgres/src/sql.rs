@@ -5,7 +5,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
 use crate::KeyForm;
 use crate::key_form::{LockId, hashed};
-use crate::peer::channel;
+use crate::peer::{CHANNEL, channel};
 
 /// The statements, as they are sent. Each says which backend answers, so that a pooler that changes
 /// the session between statements is noticed.
@@ -25,7 +25,8 @@ pub(crate) struct Sql {
     pub(crate) unlock_alone: SqlStr,
     pub(crate) heartbeat: SqlStr,
     /// For a key as `pg_locks` shows it (`$1`, `$2`, `$3`): the backend that answers; the one that has
-    /// the lock, or NULL; its start; how many other locks it has; whether it listens.
+    /// the lock, or NULL; its start; how many other locks it has; whether it listens. If it does it is
+    /// sent the message `$4`.
     ///
     /// Always one row. Backend and start, in microseconds and empty where it is not shown to us, name
     /// a session for ever. Somebody else's shared locks may make more holders than one: then it is any
@@ -114,19 +115,21 @@ impl Sql {
     /// client has seen do not fall back with it. This one transaction is flushed to disk, but waits
     /// for no standby.
     ///
-    /// And lets it listen to [operators](crate::peer), and show that it does.
-    pub(crate) fn begin(&self, pid: i32, seen: i64) -> SqlStr {
+    /// And lets it listen to [operators](crate::peer), and show that it does; a shared session takes
+    /// its [reserve](Reserve) too.
+    pub(crate) fn begin(&self, pid: i32, seen: i64, reserve: Option<Reserve>) -> SqlStr {
         let Self { sequence, .. } = self;
         AssertSqlSafe(format!(
             "BEGIN; SET LOCAL synchronous_commit = local; SET LOCAL lock_timeout = '5s'; \
              SELECT pg_advisory_xact_lock({}); \
              SELECT setval({}, greatest(last_value, {seen}, \
                (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) + 1000000) FROM {sequence}; \
-             COMMIT; LISTEN {}; SELECT pg_advisory_lock_shared({})",
+             COMMIT; LISTEN {}; SELECT pg_advisory_lock_shared({}); {}",
             hashed("leasehold: tokens are being lifted"),
             literal(sequence),
             channel(pid),
             listens(),
+            reserve.map(|reserve| reserve.take()).unwrap_or_default(),
         ))
         .into_sql_str()
     }
@@ -136,18 +139,18 @@ impl Sql {
         AssertSqlSafe(format!("SELECT pg_backend_pid(), pg_cancel_backend({pid})")).into_sql_str()
     }
 
-    /// Ends the session that has `key`, or only the one named so, and waits until it has ended.
-    pub(crate) fn terminate(&self, key: LockId, session: Option<&str>) -> SqlStr {
+    /// Ends the session that has `key`, if it is the one named so, and waits until it has ended.
+    pub(crate) fn terminate(&self, key: LockId, session: &str) -> SqlStr {
         const PATIENCE_MS: u32 = 3000;
-        let named = match session {
-            Some(session) => format!("pid || '@' || start = {}", literal(session)),
-            None => "true".into(),
-        };
         // Materialized: so that the function is called for the rows that are left, and once for each.
         AssertSqlSafe(format!(
-            "WITH holder AS MATERIALIZED (SELECT pid FROM ({}) AS holder WHERE {named}) \
+            "WITH holder AS MATERIALIZED (SELECT l.pid FROM pg_locks AS l \
+               LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid \
+               WHERE l.locktype = 'advisory' AND l.granted AND {HERE} AND {} \
+                 AND l.pid || '@' || {START} = {}) \
              SELECT pg_terminate_backend(pid, {PATIENCE_MS}) FROM holder",
-            holders(&on_key(self.key_form, key))
+            on_key(self.key_form, key),
+            literal(session),
         ))
         .into_sql_str()
     }
@@ -164,30 +167,36 @@ impl Sql {
 }
 
 fn holder() -> String {
-    let held = "locktype = 'advisory' AND granted";
+    // Materialized: the server makes the whole of pg_locks each time it is named.
     format!(
-        "SELECT pg_backend_pid(), holder.pid, holder.start, \
-           (SELECT count(*) FROM pg_locks AS other WHERE other.pid = holder.pid AND {held} \
-              AND NOT ({listening})) - 1, \
-           EXISTS (SELECT FROM pg_locks AS other WHERE other.pid = holder.pid AND {held} \
-              AND {listening}) \
-         FROM (SELECT) AS always LEFT JOIN ({holders}) AS holder ON true LIMIT 1",
-        listening = on_key(KeyForm::Bigint, listens()),
-        holders = holders(
-            "classid = $1::bigint::oid AND objid = $2::bigint::oid AND objsubid = $3::smallint"
-        ),
+        "WITH held AS MATERIALIZED (SELECT pid, classid, objid, objsubid, mode FROM pg_locks \
+           WHERE locktype = 'advisory' AND granted AND {here}), \
+         own AS (SELECT pid, objid FROM held \
+           WHERE classid = {class}::bigint::oid AND objsubid = 1 AND mode = 'ShareLock'), \
+         holder AS MATERIALIZED (SELECT pid, pid IN (SELECT pid FROM own WHERE objid = {listens}) AS listens \
+           FROM held WHERE classid = $1::bigint::oid AND objid = $2::bigint::oid \
+             AND objsubid = $3::smallint LIMIT 1) \
+         SELECT pg_backend_pid(), holder.pid, \
+           CASE WHEN holder.pid IS NOT NULL \
+             THEN (SELECT {start} FROM pg_stat_get_activity(holder.pid)) END, \
+           (SELECT count(*) FROM held WHERE held.pid = holder.pid) \
+             - (SELECT count(*) FROM own WHERE own.pid = holder.pid) - 1, \
+           holder.listens, \
+           CASE WHEN holder.listens AND $4::text IS NOT NULL \
+             THEN pg_notify('{CHANNEL}' || holder.pid, $4) END \
+         FROM (SELECT) AS always LEFT JOIN holder ON true",
+        here = HERE,
+        class = listens() >> 32,
+        listens = listens() & 0xffff_ffff,
+        start = START,
     )
 }
 
-fn holders(on_key: &str) -> String {
-    format!(
-        "SELECT l.pid, \
-           coalesce((extract(epoch FROM a.backend_start) * 1000000)::bigint::text, '') AS start \
-         FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid \
-         WHERE l.locktype = 'advisory' AND l.granted AND {on_key} \
-           AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-    )
-}
+/// Of this database, in `pg_locks`.
+const HERE: &str = "database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+
+/// When a backend began, in microseconds; empty where it is not shown to us.
+const START: &str = "coalesce((extract(epoch FROM backend_start) * 1000000)::bigint::text, '')";
 
 /// A condition on `pg_locks`.
 fn on_key(form: KeyForm, key: LockId) -> String {
@@ -197,9 +206,40 @@ fn on_key(form: KeyForm, key: LockId) -> String {
     )
 }
 
-/// The lock that all sessions share which listen to operators.
+/// The lock that all sessions share which listen to operators. The locks of a [`Reserve`] come after it.
 fn listens() -> LockId {
-    hashed("leasehold: a session that listens, 1")
+    // The upper half stands for us; it fits into an oid without a sign.
+    hashed("leasehold: what sessions keep for themselves, 1") & (0x7fff_ffff << 32)
+}
+
+/// Some locks of nobody's, so that there is room left in the server's lock table when it is full.
+///
+/// A new connection needs a few entries in that table; with none left nobody can connect, not even an
+/// operator. So a session that finds the table full gives these up, and takes no more locks until it
+/// has them again.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reserve {
+    pub(crate) pid: i32,
+}
+
+impl Reserve {
+    const LOCKS: i64 = 16;
+
+    pub(crate) fn take(self) -> String {
+        self.each("pg_advisory_lock_shared")
+    }
+
+    pub(crate) fn give_up(self) -> String {
+        self.each("pg_advisory_unlock_shared")
+    }
+
+    fn each(self, function: &str) -> String {
+        let first = listens() + i64::from(self.pid) * Self::LOCKS;
+        let last = first + Self::LOCKS - 1;
+        format!(
+            "SELECT pg_backend_pid(), count({function}(n)) FROM generate_series({first}, {last}) AS n"
+        )
+    }
 }
 
 /// A text as a literal.

@@ -37,7 +37,7 @@ pub(super) const F2: Rule = Rule {
     checks: &[
         check!(
             "the connections are closed",
-            [Proxy, Expiry],
+            [Proxy, Expiry, Reconnect],
             lost_after_a_cut
         ),
         check!(
@@ -387,7 +387,8 @@ async fn orphan_of_a_dropped_acquire(cx: Cx) -> anyhow::Result<()> {
     let (other, key) = (cx.client().await?, cx.key());
     let locks = noticing(client, ttl);
     // Connected and warm.
-    drop(locks.lock(cx.key()).await?);
+    locks.lock(cx.key()).await?.release().await?;
+    other.holder(&key).await?;
     line.set(Flow::LoseReplies);
     {
         let acquire = locks.lock(&key);
@@ -406,7 +407,7 @@ async fn orphan_of_a_client_that_goes_on(cx: Cx) -> anyhow::Result<()> {
     let (line, client) = cx.line().await?;
     let (other, key) = (cx.client().await?, cx.key());
     let locks = noticing(client, ttl);
-    drop(locks.lock(cx.key()).await?);
+    locks.lock(cx.key()).await?.release().await?;
     line.set(Flow::LoseReplies);
     let lock = within(after(ttl), "an acquire gives up", locks.lock(&key)).await?;
     fails(ErrorKind::Unavailable, "an acquire without answers", lock)?;
