@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use leasehold_conformance::fixtures::{Missing, postgres};
 use leasehold_conformance::{Harness, Store};
 use leasehold_core::{Backend, Result};
-use leasehold_postgres::Postgres;
+use leasehold_postgres::{Postgres, PostgresOptions};
 
 #[derive(Debug)]
 struct OneServer;
@@ -21,7 +21,8 @@ impl Harness for OneServer {
     }
 
     async fn connect(&self, address: &str) -> Result<Box<dyn Backend>> {
-        Ok(Box::new(Postgres::connect(address).await?))
+        let options = PostgresOptions::new(address)?.with_connect_timeout(Duration::from_secs(20));
+        Ok(Box::new(Postgres::connect_with(options).await?))
     }
 }
 
