@@ -1,10 +1,15 @@
 //! Three members, one of which fails.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use leasehold_conformance::fixtures::etcd::EtcdCluster;
-use leasehold_core::Locks;
+use async_trait::async_trait;
+use leasehold_conformance::fixtures::Missing;
+use leasehold_conformance::fixtures::etcd::{Etcd as Fixture, EtcdCluster};
+use leasehold_conformance::{Harness, Outcome, Store, judge};
+use leasehold_core::{Backend, Locks};
+use leasehold_etcd::Etcd;
 
 use crate::Test;
 use crate::support::{SOON, at, raw, servers, test, until_below, within};
@@ -21,6 +26,7 @@ pub(crate) const TESTS: &[Test] = &[
     test!("the leader hangs", the_leader_hangs),
     test!("a member that is down when we connect", one_is_down),
     test!("a member that has lost the others is left", one_is_alone),
+    test!("F3, F4 and F6 on three members", rules),
 ];
 
 /// The endpoints, with this one first: it is preferred.
@@ -160,4 +166,35 @@ async fn one_is_alone() -> anyhow::Result<()> {
     let again = within(TTL * 2 + SOON, "with a majority again", again).await??;
     ensure!(again.token() > guard.token(), "the token rises");
     Ok(())
+}
+
+/// The suite's own rules for servers that fail, on three of them. It is not async, and has runtimes of
+/// its own.
+async fn rules() -> anyhow::Result<()> {
+    for rule in ["F3", "F4", "F6"] {
+        let judged = tokio::task::spawn_blocking(|| judge(Arc::new(Three), rule));
+        for verdict in judged.await? {
+            ensure!(
+                verdict.outcome == Outcome::Passed,
+                "{rule}, {}: {:?}",
+                verdict.check,
+                verdict.outcome
+            );
+        }
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
+struct Three;
+
+#[async_trait]
+impl Harness for Three {
+    async fn start(&self) -> leasehold_core::Result<Store, Missing> {
+        Ok(Fixture::find(3).await?.store().with_ttl(TTL / 3))
+    }
+
+    async fn connect(&self, address: &str) -> leasehold_core::Result<Box<dyn Backend>> {
+        Ok(Box::new(Etcd::connect(address.split(',')).await?))
+    }
 }
