@@ -9,6 +9,8 @@ mod inbox;
 mod names;
 mod options;
 mod queue;
+#[allow(dead_code, reason = "its nodes are in memory so far")]
+mod redlock;
 mod request;
 mod script;
 mod value;
