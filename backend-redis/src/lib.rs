@@ -9,11 +9,12 @@ mod inbox;
 mod names;
 mod options;
 mod queue;
-#[allow(dead_code, reason = "its nodes are in memory so far")]
-mod redlock;
+pub mod redlock;
 mod request;
 mod script;
 mod value;
 
 pub use backend::Redis;
 pub use options::RedisOptions;
+#[doc(inline)]
+pub use redlock::{Redlock, RedlockOptions};

@@ -17,7 +17,7 @@ pub(crate) trait Node: Send + Sync + 'static {
 
     /// The second trip: the node knows at least `token` from now on, if this attempt still holds the
     /// lock there; says whether it does.
-    fn raise(&self, attempt: &Attempt, token: u64) -> Reply<bool>;
+    fn raise(&self, ask: &Ask<'_>, token: u64) -> Reply<bool>;
 
     /// The lock lasts another `ttl`, if this attempt holds it there; says whether it does.
     fn extend(&self, attempt: &Attempt, ttl: Duration) -> Reply<bool>;

@@ -68,6 +68,8 @@ pub(crate) enum Outcome<M> {
     },
     /// Nobody has it: several attempts took votes from each other.
     Split,
+    /// Enough nodes are there, but too few vote yet.
+    NotYet(Error),
     /// Too few nodes can be counted on.
     Missing(Error),
 }
@@ -146,7 +148,7 @@ impl<N: Node, T: Time> Quorum<N, T> {
 
         let (token, trips) = match count.token(proposal, majority) {
             Ok(token) => (token, 1),
-            Err(higher) => match self.raise(&asking, higher).await {
+            Err(higher) => match self.raise(&ask, &asking, higher).await {
                 Ok(()) => (higher, 2),
                 Err(error) => {
                     // It had a majority of votes: others may have taken it for the holder.
@@ -304,12 +306,15 @@ impl<N: Node, T: Time> Quorum<N, T> {
     /// Fails with the reason why too few answered, or with `None` if the votes are gone.
     async fn raise(
         &self,
+        ask: &Ask<'_>,
         asking: &Asking<'_, N, T>,
         token: u64,
     ) -> std::result::Result<(), Option<Error>> {
-        let replies = self.nodes.iter().zip(&asking.votes).map(|(node, voted)| {
-            (*voted != Voted::Against).then(|| node.raise(asking.attempt, token))
-        });
+        let replies = self
+            .nodes
+            .iter()
+            .zip(&asking.votes)
+            .map(|(node, voted)| (*voted != Voted::Against).then(|| node.raise(ask, token)));
         let mut noted = vec![false; self.nodes.len()];
         match self.tally(replies, &mut noted).await {
             Tally::Majority => Ok(()),
@@ -478,7 +483,10 @@ impl Count {
         if answered + silent >= majority {
             return Outcome::Split;
         }
-        Outcome::Missing(self.missing(nodes, max_ttl))
+        if self.unseeded > 0 && answered + silent + self.unseeded >= majority {
+            return Outcome::NotYet(self.not_yet(nodes, max_ttl));
+        }
+        Outcome::Missing(self.missing(nodes))
     }
 
     /// When so many votes for others will have ended.
@@ -488,23 +496,24 @@ impl Count {
         ends.get(votes.saturating_sub(1)).copied()
     }
 
-    fn missing(&self, nodes: usize, max_ttl: Duration) -> Error {
+    fn not_yet(&self, nodes: usize, max_ttl: Duration) -> Error {
+        Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "{} of {nodes} nodes have no data and do not vote until the locks that they may have \
+                 forgotten are over, {max_ttl:?} (max_ttl) after their start",
+                self.unseeded
+            ),
+        )
+    }
+
+    fn missing(&self, nodes: usize) -> Error {
         if self.ahead > 0 {
             return Error::new(
                 ErrorKind::Other,
                 format!(
                     "{} of {nodes} nodes have clocks more than a day behind ours: set the clocks",
                     self.ahead
-                ),
-            );
-        }
-        if self.unseeded > 0 {
-            return Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "{} of {nodes} nodes have no data and do not vote until the locks that they may \
-                     have forgotten are over, at most {max_ttl:?} (max_ttl) after their start",
-                    self.unseeded
                 ),
             );
         }

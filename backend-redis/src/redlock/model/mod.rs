@@ -4,5 +4,6 @@
 //! are events. So a run takes a fraction of a millisecond, and a seed brings the same run again.
 
 mod node;
+mod scripts;
 mod tests;
 mod world;

@@ -406,9 +406,9 @@ impl Node for ModelNode {
         })
     }
 
-    fn raise(&self, attempt: &Attempt, token: u64) -> Reply<bool> {
+    fn raise(&self, ask: &Ask<'_>, token: u64) -> Reply<bool> {
         self.world.state().raises += 1;
-        self.send(&Request::Raise(id(attempt), token), yes)
+        self.send(&Request::Raise(id(ask.attempt), token), yes)
     }
 
     fn extend(&self, attempt: &Attempt, ttl: Duration) -> Reply<bool> {
