@@ -1,5 +1,6 @@
 //! What only a set of independent nodes can show: some of them down, silent, slow, or back without
 //! their data.
+#![allow(clippy::unwrap_used, reason = "the helpers are parts of tests")]
 
 mod support;
 

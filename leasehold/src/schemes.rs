@@ -4,6 +4,7 @@ mod etcd;
 mod file;
 mod memory;
 mod redis;
+mod redlock;
 mod zk;
 
 use std::pin::Pin;
@@ -17,6 +18,7 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     file::SCHEME,
     redis::PLAIN,
     redis::TLS,
+    redlock::SCHEME,
     etcd::PLAIN,
     etcd::TLS,
     zk::SCHEME,

@@ -35,6 +35,8 @@ pub(super) struct Nodes {
     pub(super) quorum: Quorum<RemoteNode, SystemTimes>,
     pub(super) queues: Arc<Queues>,
     pub(super) max_ttl: Duration,
+    /// A node without data was met.
+    untended: Arc<AtomicBool>,
     /// Somebody seeds nodes already.
     tending: AtomicBool,
 }
@@ -81,12 +83,17 @@ impl Redlock {
     pub async fn connect_with(options: RedlockOptions) -> Result<Self> {
         options.check()?;
         let queues = Arc::new(Queues::default());
+        let untended = Arc::new(AtomicBool::new(false));
         let mut nodes = Vec::new();
         for (index, node) in options.nodes.iter().enumerate() {
             let hears = queues.clone();
             let listener = Box::new(move |text: &str| hears.message(index, text));
             let client = Client::new(node, Some(listener))?;
-            nodes.push(RemoteNode::new(client, options.node_timeout));
+            nodes.push(RemoteNode::new(
+                client,
+                options.node_timeout,
+                untended.clone(),
+            ));
         }
         let pause = match options.restart_guard {
             true => options.max_ttl,
@@ -96,10 +103,10 @@ impl Redlock {
             quorum: Quorum::new(nodes, SystemTimes, pause),
             queues,
             max_ttl: options.max_ttl,
+            untended,
             tending: AtomicBool::new(false),
         });
         nodes.connect(&options).await?;
-        nodes.quorum.take_untended();
         nodes.tend().await;
         Ok(Self { nodes })
     }
@@ -122,7 +129,7 @@ impl Backend for Redlock {
         let majority = self.nodes.quorum.majority();
         let mut votes = Fanout::new(all.iter().map(|node| Some(node.voted(key))));
         let mut holders: HashMap<String, (usize, Holder)> = HashMap::new();
-        let (mut answered, mut error) = (0, None);
+        let (mut answered, mut silent, mut error) = (0, 0, None);
         while let Some((_, vote)) = votes.next().await {
             match vote {
                 Ok(vote) => {
@@ -137,10 +144,14 @@ impl Backend for Redlock {
                         *holder = vote.holder;
                     }
                 }
-                Err(e) => error = Some(e),
+                Err(e) => {
+                    silent += 1;
+                    error = Some(e);
+                }
             }
             let most = holders.values().map(|(count, _)| *count).max().unwrap_or(0);
-            if most >= majority || most + votes.left() < majority && answered >= majority {
+            let possible = most + votes.left() + silent;
+            if most >= majority || possible < majority && answered >= majority {
                 break;
             }
         }
@@ -148,7 +159,6 @@ impl Backend for Redlock {
             return Err(error.unwrap_or_else(|| unreached(all.len())));
         }
         let first = holders.into_values().max_by_key(|(count, _)| *count);
-        let silent = all.len() - answered - votes.left();
         Ok(first
             .filter(|(count, _)| count + silent >= majority)
             .map(|(_, holder)| holder))
@@ -202,7 +212,7 @@ impl Nodes {
         if let Outcome::Granted { token, trips, .. } = &outcome {
             debug!(target: "leasehold", key = %claim.key, %token, trips, "a majority voted for it");
         }
-        if self.quorum.take_untended() {
+        if self.untended.swap(false, Ordering::Relaxed) {
             self.tend().await;
         }
         outcome

@@ -1,5 +1,4 @@
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use leasehold_core::{Claim, Error, ErrorKind, Result, Token};
@@ -47,8 +46,6 @@ pub(crate) struct Quorum<N, T: Time> {
     proposals: Proposals<T::Moment>,
     /// How long nodes without data keep from voting.
     max_ttl: Duration,
-    /// A node without data was met.
-    untended: AtomicBool,
 }
 
 /// What became of an attempt.
@@ -82,7 +79,6 @@ impl<N: Node, T: Time> Quorum<N, T> {
             time,
             proposals: Proposals::new(),
             max_ttl,
-            untended: AtomicBool::new(true),
         }
     }
 
@@ -98,11 +94,6 @@ impl<N: Node, T: Time> Quorum<N, T> {
     /// Hears of a token that was granted to somebody.
     pub(crate) fn saw(&self, token: u64) {
         self.proposals.saw(token, &self.time);
-    }
-
-    /// Whether a node without data was met since this was last asked: time to [tend](Self::tend).
-    pub(crate) fn take_untended(&self) -> bool {
-        self.untended.swap(false, Ordering::Relaxed)
     }
 
     /// Steps 1 and 2: one attempt of a claim, by its number.
@@ -132,9 +123,6 @@ impl<N: Node, T: Time> Quorum<N, T> {
             };
             if let Ok(Vote::Granted { known } | Vote::Held { known, .. }) = vote {
                 self.saw(known);
-            }
-            if let Ok(Vote::Unseeded) = vote {
-                self.untended.store(true, Ordering::Relaxed);
             }
             asking.note(node, &vote);
             count.add(vote);

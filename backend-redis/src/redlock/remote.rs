@@ -1,5 +1,6 @@
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -34,6 +35,8 @@ struct Remote {
     runtime: Mutex<Option<Handle>>,
     /// What is to be taken back and has not been answered.
     frees: watch::Sender<usize>,
+    /// Set when a node says that it has no data, also after the attempt was decided without it.
+    untended: Arc<AtomicBool>,
 }
 
 /// A run of a server.
@@ -61,7 +64,7 @@ const FORMAT: &str = "leasehold-redlock:1 ";
 const PAUSE: Duration = Duration::from_millis(250);
 
 impl RemoteNode {
-    pub(super) fn new(client: Arc<Client>, limit: Duration) -> Self {
+    pub(super) fn new(client: Arc<Client>, limit: Duration, untended: Arc<AtomicBool>) -> Self {
         let state = format!("{}leasehold:redlock", client.names.prefix());
         Self(Arc::new(Remote {
             client,
@@ -70,6 +73,7 @@ impl RemoteNode {
             server: Mutex::new(None),
             runtime: Mutex::new(None),
             frees: watch::Sender::new(0),
+            untended,
         }))
     }
 
@@ -206,7 +210,11 @@ impl Node for RemoteNode {
             let server = remote.server(&connection).await?;
             start.arg(&server.run).arg(who);
             let answer = remote.call(&connection, &ACQUIRE, &start).await?;
-            read_vote(&answer).ok_or_else(|| error::unexpected(&remote.client.address))
+            let vote = read_vote(&answer);
+            if vote == Some(Vote::Unseeded) {
+                remote.untended.store(true, Ordering::Relaxed);
+            }
+            vote.ok_or_else(|| error::unexpected(&remote.client.address))
         })
     }
 

@@ -1,5 +1,6 @@
 //! The scripts on a real server do what the nodes of the model do.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis::RedisServer;
@@ -27,7 +28,7 @@ async fn scripts_and_model_answer_the_same() {
     let mut rng = fastrand::Rng::with_seed(seed);
     let server = RedisServer::start([""; 0]).await.unwrap();
     let client = Client::new(&RedisOptions::new(server.url()).unwrap(), None).unwrap();
-    let node = RemoteNode::new(client.clone(), Duration::from_secs(60));
+    let node = RemoteNode::new(client.clone(), Duration::from_secs(60), Arc::default());
     node.connect().await.unwrap();
     let mut store = Store::default();
     let mut claim = Claim::new(Key::new("k").unwrap(), TTL).unwrap();

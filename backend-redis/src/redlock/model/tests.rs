@@ -9,16 +9,17 @@
 //! fast or slow by 0.4 %. Each promise is seen to be broken where a part of the protocol is left out.
 
 use std::pin::{Pin, pin};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
 use leasehold_core::{Claim, Key};
 use uuid::Uuid;
 
-use super::super::node::Attempt;
+use super::super::node::{Attempt, Vote};
 use super::super::quorum::{Outcome, Quorum};
-use super::node::Flaw;
+use super::node::{Flaw, Store};
 use super::world::{EPOCH, Faults, ModelNode, ModelTime, TIMEOUT, World, believed, rated};
 
 const TTL: Duration = Duration::from_millis(60);
@@ -115,8 +116,9 @@ fn run(seed: u64, faults: Faults) -> Seen {
                 ahead,
                 fast,
             };
-            let quorum = Quorum::new(world.nodes(), time.clone(), TTL);
-            let client = client(world.clone(), quorum, time, &beliefs);
+            let untended = Arc::new(AtomicBool::new(false));
+            let quorum = Quorum::new(world.nodes(&untended), time.clone(), TTL);
+            let client = client(world.clone(), quorum, untended, time, &beliefs);
             Box::pin(client) as Pin<Box<dyn Future<Output = ()> + '_>>
         })
         .collect();
@@ -129,6 +131,7 @@ fn run(seed: u64, faults: Faults) -> Seen {
 async fn client(
     world: World,
     quorum: Quorum<ModelNode, ModelTime>,
+    untended: Arc<AtomicBool>,
     time: ModelTime,
     beliefs: &Mutex<Beliefs>,
 ) {
@@ -137,7 +140,7 @@ async fn client(
     for _ in 0..2 {
         let claim = Claim::new(Key::new("k").unwrap(), TTL).unwrap();
         for number in 1..=6 {
-            if quorum.take_untended() {
+            if untended.swap(false, Ordering::Relaxed) {
                 let _due = quorum.tend().await;
             }
             // Now and then the future is dropped.
@@ -311,7 +314,8 @@ fn the_second_trip_is_made_only_when_it_is_needed() {
         ..WEATHER
     };
     let world = World::new(1, 5, calm);
-    for node in &world.nodes() {
+    let nodes = || world.nodes(&Arc::default());
+    for node in &nodes() {
         node.forget_tokens();
     }
     let time = |ahead| ModelTime {
@@ -342,8 +346,8 @@ fn the_second_trip_is_made_only_when_it_is_needed() {
         (token.get(), trips)
     };
     let test = async {
-        let one = Quorum::new(world.nodes(), right.clone(), TTL);
-        let other = Quorum::new(world.nodes(), behind.clone(), TTL);
+        let one = Quorum::new(nodes(), right.clone(), TTL);
+        let other = Quorum::new(nodes(), behind.clone(), TTL);
         let (first, trips) = lock(&one).await;
         assert!(first >= EPOCH);
         assert_eq!((trips, requests()), (1, (5, 0)));
@@ -356,4 +360,23 @@ fn the_second_trip_is_made_only_when_it_is_needed() {
         }
     };
     world.run(vec![Box::pin(test)]);
+}
+
+/// A younger attempt of a claim has the vote when the cleanup of an older one arrives: it keeps it. An
+/// attempt that arrives after its own cleanup gets none.
+#[test]
+fn a_late_cleanup_touches_its_own_attempt_only() {
+    let (claim, ttl) = (Uuid::new_v4(), 1_000);
+    let mut store = Store::default();
+    store.put(Some(0));
+    let ask = |store: &mut Store, number| store.acquire(0, 0, (claim, number), 7, ttl);
+    assert_eq!(ask(&mut store, 1), Vote::Granted { known: 0 });
+    assert_eq!(ask(&mut store, 2), Vote::Granted { known: 7 });
+    assert!(!store.free(0, (claim, 1), ttl));
+    assert!(store.extend(0, (claim, 2), ttl), "it was kept");
+    assert!(!store.raise(0, (claim, 1), 9), "not for the older one");
+    assert!(store.free(0, (claim, 2), ttl));
+    assert!(!store.free(0, (claim, 4), ttl), "not there yet");
+    assert_eq!(ask(&mut store, 4), Vote::Gone);
+    assert_eq!(ask(&mut store, 5), Vote::Granted { known: 7 });
 }

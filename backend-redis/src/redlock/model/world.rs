@@ -1,6 +1,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
@@ -130,12 +131,14 @@ impl World {
         world
     }
 
-    pub(super) fn nodes(&self) -> Vec<ModelNode> {
+    /// The nodes as one client sees them; `untended` is set when one says that it has no data.
+    pub(super) fn nodes(&self, untended: &Arc<AtomicBool>) -> Vec<ModelNode> {
         let count = self.state().nodes.len();
         (0..count)
             .map(|index| ModelNode {
                 world: self.clone(),
                 index,
+                untended: untended.clone(),
             })
             .collect()
     }
@@ -368,6 +371,7 @@ fn settle(slot: &Slot, answer: Result<Answer>) -> Option<Waker> {
 pub(super) struct ModelNode {
     world: World,
     index: usize,
+    untended: Arc<AtomicBool>,
 }
 
 impl ModelNode {
@@ -400,8 +404,14 @@ impl Node for ModelNode {
     fn acquire(&self, ask: &Ask<'_>) -> Reply<Vote> {
         self.world.state().acquires += 1;
         let request = Request::Acquire(id(ask.attempt), ask.proposal, micros(ask.claim.ttl));
-        self.send(&request, |answer| match answer {
-            Answer::Vote(vote) => vote.clone(),
+        let untended = self.untended.clone();
+        self.send(&request, move |answer| match answer {
+            Answer::Vote(vote) => {
+                if *vote == Vote::Unseeded {
+                    untended.store(true, Ordering::Relaxed);
+                }
+                vote.clone()
+            }
             _ => unreachable!(),
         })
     }
