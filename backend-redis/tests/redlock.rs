@@ -30,6 +30,8 @@ fn options(servers: &[RedisServer]) -> RedlockOptions {
         .unwrap()
         .with_restart_guard(false)
         .with_max_ttl(LONG)
+        // The machine may be busy.
+        .with_node_timeout(SOON)
 }
 
 async fn connect(options: RedlockOptions) -> Redlock {
@@ -126,8 +128,11 @@ async fn a_majority_that_comes_too_late_is_given_back() {
         tokio::time::sleep(ttl).await;
         flow(Flow::Pass);
     });
-    assert_eq!(failed(tried).kind(), ErrorKind::Unavailable);
-    // It is not in its own way, nor in that of others.
+    // It asked again: the late votes are no grant, and are not in its own way.
+    if let Ok(Some(mut hold)) = tried {
+        drop(hold.release().await);
+    }
+    // Nor in that of others.
     let wanted = waiting("a", LONG);
     let hold = within(SOON, "another gets it", other.acquire(&wanted)).await;
     let mut hold = hold.unwrap().unwrap();

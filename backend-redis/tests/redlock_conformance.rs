@@ -37,6 +37,8 @@ impl Harness for FiveServers {
         // is tried in `redlock.rs`.
         let options = RedlockOptions::new(address.split(','))?
             .with_restart_guard(false)
+            // The limit that each request has is enough on a busy machine.
+            .with_node_timeout(Duration::from_secs(60))
             .with_max_ttl(*Claim::TTL_RANGE.end());
         Ok(Box::new(Redlock::connect_with(options).await?))
     }

@@ -69,7 +69,7 @@ pub(super) async fn acquire(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<
                 let ends = left.map_or(LONGEST_PAUSE, |left| left + Duration::from_millis(1));
                 ends.min(random(LONGEST_PAUSE / 2, LONGEST_PAUSE))
             }
-            Outcome::Split => {
+            Outcome::Split | Outcome::Late(_) => {
                 failures += 1;
                 random(Duration::ZERO, 2 * took * failures.min(16)).min(LONGEST_PAUSE)
             }
@@ -103,7 +103,8 @@ pub(super) async fn acquire(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<
 /// How long it takes at most until a waiter asks again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Never waits; but where votes were split and nobody has the lock, it asks again a few times.
+/// Never waits; but where votes were split and nobody has the lock, or came too late, it asks again a
+/// few times.
 async fn try_now(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<RedlockHold>> {
     const TRIES: u32 = 5;
     for number in 1..=TRIES {
@@ -118,9 +119,11 @@ async fn try_now(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<RedlockHold
                 let took = sent.elapsed().min(Duration::from_millis(20));
                 sleep(random(Duration::ZERO, 2 * took * number)).await;
             }
+            // The next one need not be as slow.
+            Outcome::Late(_) if number < TRIES => {}
             // Nodes whose time had come were seeded meanwhile.
             Outcome::NotYet(_) if number == 1 => {}
-            Outcome::NotYet(e) | Outcome::Missing(e) => return Err(e),
+            Outcome::NotYet(e) | Outcome::Missing(e) | Outcome::Late(e) => return Err(e),
         }
     }
     Ok(None)

@@ -65,6 +65,8 @@ pub(crate) enum Outcome<M> {
     },
     /// Nobody has it: several attempts took votes from each other.
     Split,
+    /// It had a majority, when its time was over already.
+    Late(Error),
     /// Enough nodes are there, but too few vote yet.
     NotYet(Error),
     /// Too few nodes can be counted on.
@@ -147,7 +149,7 @@ impl<N: Node, T: Time> Quorum<N, T> {
         };
         if self.time.is_over(sent, claim.ttl) {
             asking.take_back(Tell::Waiters).await;
-            return Outcome::Missing(too_late(claim.ttl));
+            return Outcome::Late(too_late(claim.ttl));
         }
         asking.open = false;
         self.saw(token);
