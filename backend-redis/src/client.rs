@@ -19,6 +19,7 @@ use crate::error;
 use crate::inbox::{Inbox, Orphan};
 use crate::names::{LockKeys, Names};
 use crate::request::{Answer, Place, Request, Sender};
+use crate::script::{self, PROBE};
 
 /// One client of one server: its inbox, and the connection that is up.
 ///
@@ -45,7 +46,12 @@ pub(crate) struct Client {
     highest_token: AtomicU64,
     /// Cancels that are not through yet.
     cancels: watch::Sender<usize>,
+    /// Hears all messages in place of the inbox.
+    listener: Option<Listener>,
 }
+
+/// Takes in the text of a message.
+pub(crate) type Listener = Box<dyn Fn(&str) + Send + Sync>;
 
 enum State {
     Up(Arc<Connection>),
@@ -64,8 +70,23 @@ const CANCEL_LIMIT: Duration = Duration::from_secs(2);
 impl Client {
     /// Connects for the first time, which fails at once if it fails.
     pub(crate) async fn connect(options: &RedisOptions) -> Result<Arc<Self>> {
+        let client = Self::new(options, None)?;
+        let connection = client.connection().await?;
+        let keys = client.names.probe(client.id);
+        let mut call = script::call(&PROBE, &[&keys.lock, &keys.queue, &keys.token]);
+        call.arg(0).arg(client.id.to_string());
+        let probe = connection.probe(&client, &PROBE, &call);
+        match timeout(client.connect_timeout, probe).await {
+            Ok(probed) => probed?,
+            Err(_elapsed) => return Err(error::silent(&client.address, client.connect_timeout)),
+        }
+        Ok(client)
+    }
+
+    /// Nothing is sent yet. `listener` hears all messages in place of the inbox.
+    pub(crate) fn new(options: &RedisOptions, listener: Option<Listener>) -> Result<Arc<Self>> {
         let opener = options.client()?;
-        let client = Arc::new(Self {
+        Ok(Arc::new(Self {
             id: Uuid::new_v4(),
             address: options.address(),
             names: Names::new(&options.prefix),
@@ -77,14 +98,8 @@ impl Client {
             failures: AtomicU32::new(0),
             highest_token: AtomicU64::new(0),
             cancels: watch::Sender::new(0),
-        });
-        let connection = client.connection().await?;
-        let probe = connection.probe(&client);
-        match timeout(client.connect_timeout, probe).await {
-            Ok(probed) => probed?,
-            Err(_elapsed) => return Err(error::silent(&client.address, client.connect_timeout)),
-        }
-        Ok(client)
+            listener,
+        }))
     }
 
     /// The connection; opens one if there is none.
@@ -230,6 +245,10 @@ impl Client {
 
     /// A message came on connection `number`.
     pub(crate) fn message(self: &Arc<Self>, number: u64, text: &str) {
+        if let Some(listener) = &self.listener {
+            listener(text);
+            return;
+        }
         let Some(Orphan { claim, lock }) = self.inbox.message(number, text) else {
             return;
         };
@@ -414,6 +433,28 @@ impl Client {
         }
     }
 
+    /// Says which rights are missing, by what a probe answered: commands that failed, each followed by
+    /// what the server said.
+    pub(crate) fn check_rights(&self, failed: &[String]) -> Result<()> {
+        let mut rules: Vec<String> = Vec::new();
+        for failure in failed.chunks_exact(2) {
+            let (command, said) = (&failure[0], &failure[1]);
+            if !self.is_right_missing(said) {
+                let e = redis::make_extension_error(said.clone(), None);
+                return Err(error::map(&self.address, &e));
+            }
+            let rule = self.rule(said, &command_rule(command));
+            if !rules.contains(&rule) {
+                rules.push(rule);
+            }
+        }
+        if rules.is_empty() {
+            Ok(())
+        } else {
+            Err(self.rights_missing(&rules.join(" ")))
+        }
+    }
+
     pub(crate) fn rights_missing(&self, rules: &str) -> Error {
         Error::new(
             ErrorKind::Other,
@@ -478,6 +519,14 @@ impl Drop for Pending {
         if let Some(client) = self.0.upgrade() {
             client.cancels.send_modify(|pending| *pending -= 1);
         }
+    }
+}
+
+/// What an ACL rule calls a command of the probe.
+fn command_rule(command: &str) -> String {
+    match command {
+        "PUBSUB" => "+pubsub|numsub".into(),
+        other => format!("+{}", other.to_lowercase()),
     }
 }
 

@@ -11,7 +11,7 @@ use tracing::warn;
 
 use crate::client::Client;
 use crate::error;
-use crate::script::{self, PROBE};
+use crate::script;
 
 /// One connection to the server: requests go out and are answered in order, messages come in between.
 ///
@@ -60,6 +60,21 @@ impl Connection {
         answer
     }
 
+    /// Sends a command that is no script.
+    pub(crate) async fn ask<T: redis::FromRedisValue>(&self, cmd: &Cmd) -> RedisResult<T> {
+        cmd.query_async(&mut self.redis.clone()).await
+    }
+
+    /// Messages of `channel` come in from now on.
+    pub(crate) async fn subscribe(&self, channel: &str) -> RedisResult<()> {
+        self.redis.clone().subscribe(channel).await
+    }
+
+    /// They do not any more.
+    pub(crate) async fn unsubscribe(&self, channel: &str) -> RedisResult<()> {
+        self.redis.clone().unsubscribe(channel).await
+    }
+
     /// Whether the server answers on it.
     pub(crate) async fn answers(&self) -> bool {
         let mut connection = self.redis.clone();
@@ -79,38 +94,21 @@ impl Connection {
     /// # Errors
     /// [`ErrorKind::Other`] with the ACL rules that are missing; [`ErrorKind::Unsupported`] if the
     /// server cannot run the scripts.
-    pub(crate) async fn probe(&self, client: &Client) -> Result<()> {
+    pub(crate) async fn probe(&self, client: &Client, script: &Script, call: &Cmd) -> Result<()> {
         let mut redis = self.redis.clone();
         let refused = |e: RedisError, rule: &str| client.refused(&e, rule);
         let ping = redis::cmd("PING").query_async::<()>(&mut redis).await;
         ping.map_err(|e| refused(e, "+ping"))?;
 
-        let keys = client.names.probe(client.id);
-        PROBE
+        script
             .load_async(&mut redis)
             .await
             .map_err(|e| refused(e, "+script|load"))?;
-        let mut call = script::call(&PROBE, &[&keys.lock, &keys.queue, &keys.token]);
-        call.arg(0).arg(client.id.to_string());
         let failed: Vec<String> = call
             .query_async(&mut redis)
             .await
             .map_err(|e| refused(e, "+evalsha"))?;
-        let mut rules: Vec<String> = Vec::new();
-        for failure in failed.chunks_exact(2) {
-            let (command, said) = (&failure[0], &failure[1]);
-            let e = redis::make_extension_error(said.clone(), None);
-            if !client.is_right_missing(said) {
-                return Err(error::map(&client.address, &e));
-            }
-            let rule = client.rule(said, &command_rule(command));
-            if !rules.contains(&rule) {
-                rules.push(rule);
-            }
-        }
-        if !rules.is_empty() {
-            return Err(client.rights_missing(&rules.join(" ")));
-        }
+        client.check_rights(&failed)?;
 
         if let Some(policy) = evicting(&mut redis).await {
             warn!(
@@ -211,14 +209,6 @@ impl Drop for Unanswered<'_> {
         {
             client.suspect(connection);
         }
-    }
-}
-
-/// What an ACL rule calls a command of the probe.
-fn command_rule(command: &str) -> String {
-    match command {
-        "PUBSUB" => "+pubsub|numsub".into(),
-        other => format!("+{}", other.to_lowercase()),
     }
 }
 

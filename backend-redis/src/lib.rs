@@ -9,9 +9,12 @@ mod inbox;
 mod names;
 mod options;
 mod queue;
+pub mod redlock;
 mod request;
 mod script;
 mod value;
 
 pub use backend::Redis;
 pub use options::RedisOptions;
+#[doc(inline)]
+pub use redlock::{Redlock, RedlockOptions};

@@ -5,6 +5,7 @@ mod file;
 mod memory;
 mod postgres;
 mod redis;
+mod redlock;
 mod zk;
 
 use std::pin::Pin;
@@ -18,6 +19,7 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     file::SCHEME,
     redis::PLAIN,
     redis::TLS,
+    redlock::SCHEME,
     etcd::PLAIN,
     etcd::TLS,
     zk::SCHEME,

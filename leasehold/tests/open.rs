@@ -204,6 +204,7 @@ async fn a_store_that_was_not_built_in_says_how() {
     if cfg!(not(feature = "redis")) {
         left_out.push(("redis://me:hunter2@host", "redis", "redis"));
         left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
+        left_out.push(("redlock://a,b,c?max_ttl=5s", "redlock", "redis"));
     }
     if cfg!(not(feature = "etcd")) {
         left_out.push(("etcd://me:hunter2@host,other", "etcd", "etcd"));
@@ -256,6 +257,12 @@ mod redis {
                 format!("{tls}?certificate_authority=/no/such/file"),
                 "certificate_authority=/no/such/file names a file that cannot be read",
             ),
+            (
+                "redlock://a,b,c?node_timeout=0s".into(),
+                "node_timeout=0s is no limit",
+            ),
+            ("redlock://a,b".into(), "3, 5 or 7 independent servers"),
+            ("redlock://a,b,a".into(), "given twice"),
             ("redis:".into(), "redis://localhost"),
             ("redis://host/orders".into(), "number of the database"),
         ] {

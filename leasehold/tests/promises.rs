@@ -17,7 +17,7 @@ use std::path::Path;
 use leasehold::etcd::Etcd;
 use leasehold::file::Folder;
 use leasehold::postgres::Postgres;
-use leasehold::redis::Redis;
+use leasehold::redis::{Redis, Redlock};
 use leasehold::zk::ZooKeeper;
 use leasehold::{Guarantees, Memory};
 
@@ -25,11 +25,24 @@ use leasehold::{Guarantees, Memory};
 fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
     vec![
         ("Memory", None, Memory::GUARANTEES),
-        ("File", Some("backend-file"), Folder::GUARANTEES),
-        ("Redis", Some("backend-redis"), Redis::GUARANTEES),
-        ("etcd", Some("backend-etcd"), Etcd::GUARANTEES),
-        ("ZooKeeper", Some("backend-zk"), ZooKeeper::GUARANTEES),
-        ("PostgreSQL", Some("backend-postgres"), Postgres::GUARANTEES),
+        ("File", Some("backend-file/README.md"), Folder::GUARANTEES),
+        ("Redis", Some("backend-redis/README.md"), Redis::GUARANTEES),
+        (
+            "Redlock",
+            Some("backend-redis/REDLOCK.md"),
+            Redlock::GUARANTEES,
+        ),
+        ("etcd", Some("backend-etcd/README.md"), Etcd::GUARANTEES),
+        (
+            "ZooKeeper",
+            Some("backend-zk/README.md"),
+            ZooKeeper::GUARANTEES,
+        ),
+        (
+            "PostgreSQL",
+            Some("backend-postgres/README.md"),
+            Postgres::GUARANTEES,
+        ),
     ]
 }
 
@@ -39,7 +52,7 @@ fn the_table_of_the_readme_is_made_from_the_code() {
         "| backend | consistency | expiry | fairness | wake-up | tokens |\n|---|---|---|---|---|---|\n",
     );
     for (name, page, guarantees) in backends() {
-        let name = page.map_or(name.into(), |page| format!("[{name}]({page}/README.md)"));
+        let name = page.map_or(name.into(), |page| format!("[{name}]({page})"));
         let words = words(&guarantees).map(|(_, word)| word).join(" | ");
         table += &format!("| {name} | {words} |\n");
     }
@@ -60,7 +73,7 @@ fn the_table_of_the_readme_is_made_from_the_code() {
 fn each_backends_page_says_what_its_code_says() {
     for (name, page, guarantees) in backends() {
         let Some(page) = page else { continue };
-        let readme = fs::read_to_string(workspace().join(page).join("README.md")).unwrap();
+        let readme = fs::read_to_string(workspace().join(page)).unwrap();
         for (field, word) in words(&guarantees) {
             let row = format!("| {field} | `{word}`");
             assert!(readme.contains(&row), "{name}: its page has no row {row}");

@@ -1,0 +1,20 @@
+#![doc = include_str!("../../REDLOCK.md")]
+
+mod acquire;
+mod backend;
+mod fanout;
+mod hold;
+#[cfg(test)]
+mod model;
+mod node;
+mod options;
+mod queues;
+mod quorum;
+mod remote;
+mod script;
+mod sent;
+mod time;
+mod tokens;
+
+pub use backend::Redlock;
+pub use options::RedlockOptions;
