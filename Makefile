@@ -6,7 +6,7 @@ CARGO ?= cargo
 
 ## Several processes want one lock: one at a time, tokens rising.
 demo: toolchain
-	$(CARGO) build --quiet --package leasehold-cli
+	$(CARGO) build --quiet --package leasehold-cli --no-default-features
 	scripts/demo
 
 ## All tests, on real servers.
