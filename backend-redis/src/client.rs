@@ -200,11 +200,12 @@ impl Client {
                 client.request(&connection, request).await
             })
         };
+        let mut begun = Poll::Pending;
         if !std::thread::panicking() {
             // Unconstrained: a task that has used up its budget would see it pending unsent.
             let mut once = pin!(tokio::task::unconstrained(first.as_mut()));
-            if let Poll::Ready(Ok(_)) = once.as_mut().poll(&mut Context::from_waker(Waker::noop()))
-            {
+            begun = once.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            if let Poll::Ready(Ok(_)) = begun {
                 return;
             }
         }
@@ -212,7 +213,11 @@ impl Client {
         let task = async move {
             let _pending = pending;
             let since = Moment::now();
-            let mut answer = timeout(CANCEL_LIMIT, first).await;
+            // One that failed at once is not polled again: it goes out anew below.
+            let mut answer = match begun {
+                Poll::Ready(answer) => Ok(answer),
+                Poll::Pending => timeout(CANCEL_LIMIT, first).await,
+            };
             while !matches!(answer, Ok(Ok(_))) && since.elapsed() < ttl {
                 let Some(client) = client.upgrade() else {
                     return;
