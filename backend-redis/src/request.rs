@@ -73,21 +73,18 @@ pub(crate) struct Sender {
 impl Request<'_> {
     /// The script and its call.
     pub(crate) fn command(&self, sender: Sender) -> (&'static Script, Cmd) {
-        let mut text = Uuid::encode_buffer();
         match self {
             Self::Acquire { claim, place, keys } => {
                 let mut cmd = script::call(&ACQUIRE, &[&keys.lock, &keys.queue, &keys.token]);
                 cmd.arg(sender.floor)
-                    .arg(&*claim.id.hyphenated().encode_lower(&mut text))
+                    .arg(value::mine(claim.id))
                     .arg(millis(claim.ttl))
-                    .arg(value::who(claim, sender.inbox))
-                    .arg(sender.server_now);
+                    .arg(value::rest(claim, sender.server_now, sender.inbox));
                 (&ACQUIRE, place.write(cmd))
             }
             Self::Release { claim, place, keys } => {
                 let mut cmd = script::call(&RELEASE, &[&keys.lock, &keys.queue, &keys.token]);
-                cmd.arg(sender.floor)
-                    .arg(&*claim.hyphenated().encode_lower(&mut text));
+                cmd.arg(sender.floor).arg(value::mine(*claim));
                 (&RELEASE, place.write(cmd))
             }
             Self::Renew {
@@ -108,14 +105,13 @@ impl Answer {
     /// Reads what a script returned; `None` if it is nothing that they return.
     pub(crate) fn read(value: &Value) -> Option<Self> {
         match value {
-            Value::Int(1) => Some(Self::Done),
             Value::Int(0) => Some(Self::NotHeld),
+            Value::Int(1) => Some(Self::Done),
+            // Tokens count microseconds since 1970: none is that low.
+            Value::Int(token) => Some(Self::Granted(Token::new((*token).try_into().ok()?))),
             Value::Array(fields) => match fields[..] {
-                [Value::Int(1), Value::Int(token)] => {
-                    Some(Self::Granted(Token::new(token.try_into().ok()?)))
-                }
-                [Value::Int(0), Value::Int(0), Value::Int(_)] => Some(Self::Refused),
-                [Value::Int(0), Value::Int(ticket), Value::Int(left)] => Some(Self::Waiting {
+                [Value::Int(0), Value::Int(_)] => Some(Self::Refused),
+                [Value::Int(ticket), Value::Int(left)] => Some(Self::Waiting {
                     ticket: ticket.try_into().ok()?,
                     left: left.try_into().ok().map(Duration::from_millis),
                 }),
@@ -131,7 +127,7 @@ impl Place {
     fn write(self, mut cmd: Cmd) -> Cmd {
         match self {
             Self::Try => cmd.arg("try"),
-            Self::None => cmd.arg(""),
+            Self::None => &mut cmd,
             Self::Unknown => cmd.arg("?"),
             Self::Ticket(ticket) => cmd.arg(ticket),
         };
@@ -151,24 +147,19 @@ mod tests {
     #[test]
     fn answers_are_read() {
         let ints = |ints: &[i64]| Value::Array(ints.iter().copied().map(Value::Int).collect());
-        assert_eq!(
-            Answer::read(&ints(&[1, 7])),
-            Some(Answer::Granted(Token::new(7)))
-        );
-        assert_eq!(Answer::read(&ints(&[0, 0, 5])), Some(Answer::Refused));
-        let left = Some(Duration::from_millis(5));
-        assert_eq!(
-            Answer::read(&ints(&[0, 9, 5])),
-            Some(Answer::Waiting { ticket: 9, left })
-        );
-        assert_eq!(
-            Answer::read(&ints(&[0, 9, -1])),
-            Some(Answer::Waiting {
-                ticket: 9,
-                left: None
-            })
-        );
-        assert_eq!(Answer::read(&ints(&[2, 7])), None);
+        assert_eq!(Answer::read(&Value::Int(0)), Some(Answer::NotHeld));
+        assert_eq!(Answer::read(&Value::Int(1)), Some(Answer::Done));
+        let granted = Answer::Granted(Token::new(7));
+        assert_eq!(Answer::read(&Value::Int(7)), Some(granted));
+        assert_eq!(Answer::read(&ints(&[0, 5])), Some(Answer::Refused));
+        let waiting = |left: Option<u64>| Answer::Waiting {
+            ticket: 9,
+            left: left.map(Duration::from_millis),
+        };
+        assert_eq!(Answer::read(&ints(&[9, 5])), Some(waiting(Some(5))));
+        assert_eq!(Answer::read(&ints(&[9, -1])), Some(waiting(None)));
+        assert_eq!(Answer::read(&Value::Int(-7)), None);
+        assert_eq!(Answer::read(&ints(&[1, 2, 3])), None);
         assert_eq!(Answer::read(&ints(&[])), None);
         assert_eq!(Answer::read(&Value::Okay), None);
     }

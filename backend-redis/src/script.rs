@@ -3,19 +3,21 @@ use std::sync::LazyLock;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, RedisResult, Script, ServerErrorKind, Value};
 
+macro_rules! script {
+    ($($part:literal),+) => {
+        LazyLock::new(|| Script::new(concat!($(include_str!(concat!("scripts/", $part))),+)))
+    };
+}
+
 /// The scripts; what each does, takes and returns stands at its head.
 pub(crate) static ACQUIRE: LazyLock<Script> =
-    LazyLock::new(|| granting(include_str!("scripts/acquire.lua")));
+    script!("acquire_free.lua", "hand_over.lua", "acquire.lua");
 pub(crate) static RELEASE: LazyLock<Script> =
-    LazyLock::new(|| granting(include_str!("scripts/release.lua")));
-pub(crate) static RENEW: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("scripts/renew.lua")));
-pub(crate) static HOLDER: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("scripts/holder.lua")));
-pub(crate) static EVICT: LazyLock<Script> =
-    LazyLock::new(|| granting(include_str!("scripts/evict.lua")));
-pub(crate) static PROBE: LazyLock<Script> =
-    LazyLock::new(|| granting(include_str!("scripts/probe.lua")));
+    script!("release_free.lua", "hand_over.lua", "release.lua");
+pub(crate) static RENEW: LazyLock<Script> = script!("renew.lua");
+pub(crate) static HOLDER: LazyLock<Script> = script!("holder.lua");
+pub(crate) static EVICT: LazyLock<Script> = script!("hand_over.lua", "evict.lua");
+pub(crate) static PROBE: LazyLock<Script> = script!("hand_over.lua", "probe.lua");
 
 /// Those that are loaded as soon as a connection stands.
 pub(crate) fn all() -> [&'static Script; 5] {
@@ -54,8 +56,4 @@ pub(crate) async fn send(
         }
         answer => answer,
     }
-}
-
-fn granting(source: &str) -> Script {
-    Script::new(&[include_str!("scripts/hand_over.lua"), source].concat())
 }

@@ -7,11 +7,17 @@ use uuid::Uuid;
 /// versions exclude us and we them, since a lock is taken whatever its value is.
 const FORMAT: &str = "leasehold:1 ";
 
-/// The end of a lock's value and of a queue entry: which inbox to tell, and whom to show.
-pub(crate) fn who(claim: &Claim, inbox: Uuid) -> String {
+/// The value of a lock in front of the token.
+pub(crate) fn mine(claim: Uuid) -> String {
+    format!("{FORMAT}{claim} ")
+}
+
+/// The value behind the token; `since` is the time of the grant in ms since 1970.
+pub(crate) fn rest(claim: &Claim, since: u64, inbox: Uuid) -> String {
+    let ttl = claim.ttl.as_millis();
     let owner = one_word(&claim.owner);
     let label = claim.label.as_deref().unwrap_or_default();
-    format!("{inbox} {owner} {label}")
+    format!(" {ttl} {since} {inbox} {owner} {label}")
 }
 
 /// The beginning of the value of the lock that this grant holds.
@@ -50,7 +56,11 @@ fn ours(fields: &str) -> Option<(u64, u64, &str, &str)> {
 
 /// A host's name should have no blanks; if it has, the fields must not shift.
 fn one_word(owner: &OwnerId) -> String {
-    owner.to_string().replace(char::is_whitespace, "_")
+    let mut text = owner.to_string();
+    if text.contains(char::is_whitespace) {
+        text = text.replace(char::is_whitespace, "_");
+    }
+    text
 }
 
 #[cfg(test)]
@@ -64,11 +74,9 @@ mod tests {
         let mut claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(1)).unwrap();
         claim.label = Some("nightly  run\nwith lines".into());
         let inbox = Uuid::new_v4();
-        let value = format!(
-            "{}1000 1700000000123 {}",
-            grant(claim.id, Token::new(17)),
-            who(&claim, inbox)
-        );
+        let rest = rest(&claim, 1_700_000_000_123, inbox);
+        let value = format!("{}17{rest}", mine(claim.id));
+        assert!(value.starts_with(&grant(claim.id, Token::new(17))));
         let holder = holder(value.as_bytes(), 900, "g".into());
         assert_eq!(holder.token, Some(Token::new(17)));
         assert_eq!(holder.owner, Some(claim.owner.to_string()));

@@ -1,4 +1,4 @@
--- Shared: put in front of every script that grants a lock.
+-- Shared by all scripts that grant a lock or hand it over: names, forms, tokens.
 --
 -- KEYS  1 the lock  2 its queue  3 the server's token counter
 -- ARGV  1 floor: no token at or below it may be granted any more
@@ -12,6 +12,7 @@
 --
 -- Numbers are doubles in Lua, exact below 2^53: tokens count microseconds and reach that in 2255.
 local LOCK, QUEUE, TOKEN = KEYS[1], KEYS[2], KEYS[3]
+local call = redis.call
 
 local function digits(number)
   return string.format('%.0f', number)
@@ -19,22 +20,27 @@ end
 
 -- Microseconds of the server's clock.
 local function clock()
-  local time = redis.call('TIME')
+  local time = call('TIME')
   return time[1] * 1000000 + time[2]
 end
 
--- The next token or ticket, above all that this server or the asking client knows of. The counter is
--- absent on a new server and after a FLUSHALL; older tokens were below the clock then.
+-- The next token or ticket. A counter at or below the asking client's floor is new, or has lost its
+-- data: it starts again from the clock, since tokens never got ahead of that.
 local function next_token()
-  local token = redis.call('INCR', TOKEN)
+  local token = call('INCR', TOKEN)
   local floor = tonumber(ARGV[1])
-  if token == 1 then
-    floor = math.max(floor, clock())
-  end
   if token <= floor then
-    token = floor + 1
-    redis.call('SET', TOKEN, digits(token))
+    token = math.max(floor, clock()) + 1
+    call('SET', TOKEN, digits(token))
   end
+  return token
+end
+
+-- Gives the lock to a claim and returns its token. `mine` is the value in front of the token, `rest`
+-- what is behind it.
+local function grant(mine, ttl, rest)
+  local token = next_token()
+  call('SET', LOCK, mine .. digits(token) .. rest, 'PX', ttl)
   return token
 end
 
@@ -42,10 +48,13 @@ local function inbox(id)
   return string.sub(TOKEN, 1, -6) .. 'inbox:' .. id
 end
 
--- The fields of a queue entry: claim, deadline, ttl, inbox, and the rest with a blank before it. Of a
--- form that this version does not know: nothing.
+-- The fields of a queue entry: claim, deadline, ttl, inbox, and who it is, the inbox included. Of a form
+-- that this version does not know: nothing.
 local function fields(entry)
-  return string.match(entry, '^1 (%S+) (%d+) (%d+) (%S+)( .*)$')
+  local claim, deadline, ttl, who = string.match(entry, '^1 (%S+) (%d+) (%d+) (%S+ .*)$')
+  if claim then
+    return claim, deadline, ttl, string.match(who, '^%S+'), who
+  end
 end
 
 -- Whether a waiter lives: it has renewed its entry within its ttl, and its inbox is open on this node.
@@ -54,17 +63,17 @@ end
 -- even where it returns 0. The deadline is needed as well: the inbox of a stopped process stays open,
 -- and an operator may subscribe to everything.
 local function lives(deadline, to, now)
-  return tonumber(deadline) >= now and redis.call('PUBSUB', 'NUMSUB', inbox(to))[2] > 0
+  return tonumber(deadline) >= now and call('PUBSUB', 'NUMSUB', inbox(to))[2] > 0
 end
 
 -- Whoever is next would ask again after a third of its own ttl, which may be long after the lock of a
 -- holder with a shorter one has ended.
 local function tell_next(ttl)
-  local entry = redis.call('ZRANGE', QUEUE, 0, 0)[1]
+  local entry = call('ZRANGE', QUEUE, 0, 0)[1]
   if entry then
     local claim, _, own, to = fields(entry)
     if claim and ttl * 3 < tonumber(own) then
-      redis.call('PUBLISH', inbox(to), 'next ' .. claim .. ' ' .. ttl)
+      call('PUBLISH', inbox(to), 'next ' .. claim .. ' ' .. ttl)
     end
   end
 end
@@ -77,19 +86,16 @@ end
 local function hand_over(me)
   local now
   while true do
-    local entry = redis.call('ZPOPMIN', QUEUE)[1]
+    local entry = call('ZPOPMIN', QUEUE)[1]
     if not entry then
       return nil
     end
     now = now or math.floor(clock() / 1000)
-    local claim, deadline, ttl, to, rest = fields(entry)
+    local claim, deadline, ttl, to, who = fields(entry)
     if claim and (claim == me or lives(deadline, to, now)) then
-      local token = next_token()
-      redis.call('SET', LOCK,
-        'leasehold:1 ' .. claim .. ' ' .. digits(token) .. ' ' .. ttl .. ' ' .. digits(now) .. ' ' .. to .. rest,
-        'PX', ttl)
+      local token = grant('leasehold:1 ' .. claim .. ' ', ttl, ' ' .. ttl .. ' ' .. digits(now) .. ' ' .. who)
       if claim ~= me then
-        redis.call('PUBLISH', inbox(to), 'grant ' .. claim .. ' ' .. digits(token) .. ' ' .. LOCK)
+        call('PUBLISH', inbox(to), 'grant ' .. claim .. ' ' .. digits(token) .. ' ' .. LOCK)
       end
       tell_next(tonumber(ttl))
       return claim, token
@@ -104,9 +110,9 @@ local function find(claim, ticket)
   local page, from = {}, 0
   repeat
     if ticket == '?' then
-      page = redis.call('ZREVRANGE', QUEUE, from, from + 63)
+      page = call('ZREVRANGE', QUEUE, from, from + 63)
     else
-      page = redis.call('ZRANGEBYSCORE', QUEUE, ticket, ticket)
+      page = call('ZRANGEBYSCORE', QUEUE, ticket, ticket)
     end
     for _, entry in ipairs(page) do
       if string.sub(entry, 1, #mine) == mine then

@@ -1,5 +1,6 @@
 -- Probe: runs every command that the other scripts use, on keys of its own that end by themselves, so
--- that a missing right shows when connecting and not when somebody waits. Starts with hand_over.lua.
+-- that a missing right shows when connecting and not when somebody waits. Stands behind
+-- hand_over.lua.
 --
 -- KEYS  1, 2 keys that nobody uses  3 the token counter
 -- ARGV  2 this client's inbox

@@ -1,24 +1,27 @@
--- Release and cancel: the claim neither holds the lock nor waits for it any more. Starts with
--- hand_over.lua.
+-- Release and cancel: the claim neither holds the lock nor waits for it any more. Stands behind
+-- release_free.lua and hand_over.lua.
 --
--- ARGV  2 claim  3 its ticket, '?' if it may wait under one that it does not know, '' if it does not wait
+-- ARGV  2 'leasehold:1 <claim> ', the lock's value in front of the token
+--       3 the claim's ticket, '?' if it may wait under one that it does not know, absent if it does not
+--         wait
 --
 -- Returns 1 if the claim held the lock, else 0.
-local claim, ticket = ARGV[2], ARGV[3]
+local mine, ticket = ARGV[2], ARGV[3]
 
-if ticket ~= '' then
-  local entry = find(claim, ticket)
+-- 1. It leaves the queue.
+if ticket then
+  local entry = find(string.match(mine, '%S+ (%S+)'), ticket)
   if entry then
-    redis.call('ZREM', QUEUE, entry)
+    call('ZREM', QUEUE, entry)
   end
 end
 
-local held = redis.call('GET', LOCK)
-local mine = 'leasehold:1 ' .. claim .. ' '
+-- 2. If it holds the lock, the next one gets it.
+local held = call('GET', LOCK)
 if not held or string.sub(held, 1, #mine) ~= mine then
   return 0
 end
 if not hand_over() then
-  redis.call('DEL', LOCK)
+  call('DEL', LOCK)
 end
 return 1
