@@ -130,6 +130,8 @@ impl Connection {
             .set_response_timeout(None)
             .set_connection_timeout(None)
             .set_pipeline_buffer_size(1024)
+            // Requests that meet leave in one write.
+            .set_write_backpressure_boundary(64 * 1024)
             .set_push_sender(move |push| {
                 end.message(&push);
                 Ok::<_, ()>(())

@@ -13,7 +13,7 @@
 local mine, ttl, rest, ticket = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
 -- 1. Free, and nobody waits.
-if call('EXISTS', LOCK, QUEUE) == 0 then
+if free then
   return grant(mine, ttl, rest)
 end
 
@@ -48,17 +48,17 @@ known = known or next_token()
 local now = math.floor(clock() / 1000)
 call('ZADD', QUEUE, digits(known), '1 ' .. claim .. ' ' .. digits(now + ttl) .. ' ' .. ttl .. ' ' .. who)
 local keep = math.max(600000, 2 * ttl)
-if call('PTTL', QUEUE) < keep then
+if call('PTTL', QUEUE) < keep * 0.9 then
   call('PEXPIRE', QUEUE, digits(keep))
 end
 
--- 5. Dead waiters behind a long hold would stay until it ends. So each newcomer to a long queue looks
---    at four of its places, the next newcomer at the next four.
-local length = ticket and 0 or call('ZCARD', QUEUE)
+-- 5. Dead waiters behind a long hold would stay until it ends. So every eighth newcomer to a long queue
+--    looks at 32 of its places, the next such at the next 32.
+local length = not ticket and known % 8 == 0 and call('ZCARD', QUEUE) or 0
 if length >= 32 then
   local from = known % length * 4 % length
-  for _, entry in ipairs(call('ZRANGE', QUEUE, from, from + 3)) do
-    local other, deadline, _, to = fields(entry)
+  for _, entry in ipairs(call('ZRANGE', QUEUE, from, from + 31)) do
+    local other, deadline, _, _, to = fields(entry)
     if other and not lives(deadline, to, now) then
       call('ZREM', QUEUE, entry)
     end
