@@ -281,3 +281,35 @@ async fn wrong_sets_of_nodes_are_refused() {
     let error = failed(client.acquire(&claim("a", 2 * SOON)).await);
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
 }
+
+/// A release is answered once a majority has let go; the other votes may be there for a moment.
+#[tokio::test(flavor = "multi_thread")]
+async fn votes_of_a_minority_are_no_lock_that_could_be_taken_away() {
+    let servers = servers(5).await;
+    let client = connect(options(&servers)).await;
+    let operator = connect(options(&servers)).await;
+    let mut raws = raws(&servers).await;
+    let mut hold = granted(&client, &claim("a", LONG)).await;
+    let named = operator.holder(&key("a")).await.unwrap().unwrap();
+    for raw in &mut raws {
+        raw.run("COPY lock:a vote").await;
+    }
+    hold.release().await.unwrap();
+    for raw in &mut raws {
+        let gone = async { while raw.get::<bool>("EXISTS lock:a").await {} };
+        within(SOON, "its vote is given back", gone).await;
+    }
+
+    for grant in [None, Some(&named)] {
+        for raw in &mut raws[..2] {
+            raw.run("COPY vote lock:a REPLACE").await;
+        }
+        assert!(operator.holder(&key("a")).await.unwrap().is_none());
+        assert!(!operator.evict(&key("a"), grant).await.unwrap());
+    }
+    // Three of them are one.
+    for raw in &mut raws[..3] {
+        raw.run("COPY vote lock:a REPLACE").await;
+    }
+    assert!(operator.evict(&key("a"), Some(&named)).await.unwrap());
+}

@@ -181,7 +181,9 @@ impl Backend for Redlock {
         if answered < self.nodes.quorum.majority() {
             return Err(error.unwrap_or_else(|| unreached(all.len())));
         }
-        Ok(evicted > 0)
+        // Fewer were left over from a release or a failed attempt: nobody held the lock by them.
+        let silent = all.len() - answered;
+        Ok(evicted > 0 && evicted + silent >= self.nodes.quorum.majority())
     }
 
     async fn close(&self) -> Result<()> {
