@@ -1,5 +1,3 @@
-use std::sync::Arc;
-
 use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
@@ -7,15 +5,19 @@ use leasehold_core::{
 use redis::Value;
 
 use crate::client::Client;
-use crate::script::{self, EVICT, HOLDER};
+use crate::cluster::Cluster;
+use crate::request::Sender;
+use crate::script::{self, HOLDER};
+use crate::servers::Servers;
 use crate::{RedisOptions, error, queue, value};
 
-/// The locks of one Redis server.
+/// The locks of one Redis server, or of a Redis Cluster.
 ///
-/// Cheap to clone; clones share one connection. Give it to `Locks::new`.
+/// Cheap to clone; clones share their connections, of which there is one to each server. Give it to
+/// `Locks::new`.
 #[derive(Debug, Clone)]
 pub struct Redis {
-    client: Arc<Client>,
+    servers: Servers,
 }
 
 impl Redis {
@@ -27,7 +29,7 @@ impl Redis {
         guarantees
     };
 
-    /// Connects to the server at `url`, with default options; see [`RedisOptions::new`] for its form.
+    /// Connects to the server or cluster at `url`, with default options; see [`RedisOptions::new`] for its form.
     ///
     /// # Errors
     /// As [`connect_with`](Self::connect_with), and
@@ -39,24 +41,29 @@ impl Redis {
         Self::connect_with(RedisOptions::new(url)?).await
     }
 
-    /// Connects, and tries on the server everything that locks will need.
+    /// Connects, and tries on the server, of a cluster on one node, everything that locks will need.
     ///
     /// Later on it reconnects by itself, in whichever tokio runtime it is then used.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`](leasehold_core::ErrorKind::Unavailable): not to be reached, or it
-    ///   cannot serve just now.
+    /// - [`ErrorKind::Unavailable`](leasehold_core::ErrorKind::Unavailable): not to be reached, of a
+    ///   cluster no node that was named, or it cannot serve just now.
     /// - [`ErrorKind::Unsupported`](leasehold_core::ErrorKind::Unsupported): older than Redis 6.0, a
-    ///   node of a cluster, or called outside of a tokio runtime.
+    ///   node of a cluster where a single server was named or the reverse, or called outside of a tokio
+    ///   runtime.
     /// - [`ErrorKind::Other`](leasehold_core::ErrorKind::Other): signing in was refused, or a right is
     ///   missing; the message says which ACL rules to add.
-    /// - [`ErrorKind::Invalid`](leasehold_core::ErrorKind::Invalid): certificates that cannot be read.
+    /// - [`ErrorKind::Invalid`](leasehold_core::ErrorKind::Invalid): certificates that cannot be read, or a
+    ///   prefix that cannot be used in a cluster.
     ///
     /// # Cancel safety
     /// Nothing is left behind.
     pub async fn connect_with(options: RedisOptions) -> Result<Self> {
-        let client = Client::connect(&options).await?;
-        Ok(Self { client })
+        let servers = match options.nodes() {
+            None => Servers::One(Client::connect(&options).await?),
+            Some(_) => Servers::Cluster(Cluster::connect(&options).await?),
+        };
+        Ok(Self { servers })
     }
 }
 
@@ -67,16 +74,15 @@ impl Backend for Redis {
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
-        let hold = queue::acquire(&self.client, claim).await?;
+        let hold = queue::acquire(&self.servers, claim).await?;
         Ok(hold.map(|hold| Box::new(hold) as Box<dyn Hold>))
     }
 
     async fn holder(&self, key: &Key) -> Result<Option<Holder>> {
-        let keys = self.client.names.of(key);
-        let call = script::call(&HOLDER, &[&keys.lock]);
-        let connection = self.client.connection().await?;
-        let answer = connection.call(&HOLDER, &call).await;
-        match answer.map_err(|e| error::map(&self.client.address, &e))? {
+        let keys = self.servers.names().of(key);
+        let make = |_| (&*HOLDER, script::call(&HOLDER, &[&keys.lock]));
+        let held = self.servers.call(&keys, true, make).await?;
+        match held.answer {
             Value::Nil => Ok(None),
             Value::Array(fields) => match &fields[..] {
                 [
@@ -87,27 +93,30 @@ impl Backend for Redis {
                     let grant = String::from_utf8_lossy(grant).into_owned();
                     Ok(Some(value::holder(value, *left, grant)))
                 }
-                _ => Err(error::unexpected(&self.client.address)),
+                _ => Err(error::unexpected(&held.line.client.address)),
             },
-            _ => Err(error::unexpected(&self.client.address)),
+            _ => Err(error::unexpected(&held.line.client.address)),
         }
     }
 
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
-        let keys = self.client.names.of(key);
-        let connection = self.client.connection().await?;
-        let mut call = script::call(&EVICT, &[&keys.lock, &keys.queue, &keys.token]);
-        call.arg(self.client.floor(&connection))
-            .arg(grant.map_or("", |holder| &holder.grant));
-        let answer = connection.call(&EVICT, &call).await;
-        match answer.map_err(|e| error::map(&self.client.address, &e))? {
+        let keys = self.servers.names().of(key);
+        let grant = grant.map_or("", |holder| &holder.grant);
+        let make = |sender: Sender| {
+            let script = &sender.minting.evict;
+            let mut call = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
+            call.arg(sender.floor).arg(grant);
+            (script, call)
+        };
+        let evicted = self.servers.call(&keys, false, make).await?;
+        match evicted.answer {
             Value::Int(evicted) => Ok(evicted == 1),
-            _ => Err(error::unexpected(&self.client.address)),
+            _ => Err(error::unexpected(&evicted.line.client.address)),
         }
     }
 
     async fn close(&self) -> Result<()> {
-        self.client.close().await;
+        self.servers.close().await;
         Ok(())
     }
 }

@@ -1,11 +1,9 @@
 use std::fmt;
-use std::pin::pin;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use leasehold_core::{Error, ErrorKind, Moment, Result};
+use leasehold_core::{Error, Result};
 use redis::RedisError;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -14,14 +12,16 @@ use tracing::{debug, info, warn};
 use uuid::Uuid;
 
 use crate::RedisOptions;
+use crate::cluster::Cluster;
 use crate::connection::{Connection, no_runtime};
 use crate::error;
 use crate::inbox::{Inbox, Orphan};
 use crate::names::{LockKeys, Names};
-use crate::request::{Answer, Place, Request, Sender};
-use crate::script::{self, PROBE};
+use crate::request::{Place, Sender};
+use crate::script::{self, IN_A_CLUSTER, Minting, ON_A_SERVER, PROBE};
+use crate::servers::{Line, Servers};
 
-/// One client of one server: its inbox, and the connection that is up.
+/// One client of one server, which may be a node of a cluster: the connection that is up.
 ///
 /// 1. *Up.* Requests and messages share one connection.
 /// 2. *Lost.* The connection ended, or its runtime did ([`lost`](Self::lost)). Everybody who waits is
@@ -37,17 +37,28 @@ pub(crate) struct Client {
     pub(crate) id: Uuid,
     pub(crate) address: String,
     pub(crate) names: Names,
-    pub(crate) inbox: Inbox,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) minting: &'static Minting,
     pub(crate) opener: redis::Client,
     pub(crate) connect_timeout: Duration,
     state: watch::Sender<State>,
-    connections: AtomicU64,
     failures: AtomicU32,
+    /// The cluster that its server is a node of.
+    cluster: Weak<Cluster>,
+    /// Hears all messages in place of the inbox.
+    listener: Option<Listener>,
+}
+
+/// What the clients of all nodes of a cluster have in common; the client of a single server has one for
+/// itself.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) inbox: Inbox,
+    /// Counts connections: a number is never used twice.
+    connections: AtomicU64,
     highest_token: AtomicU64,
     /// Cancels that are not through yet.
     cancels: watch::Sender<usize>,
-    /// Hears all messages in place of the inbox.
-    listener: Option<Listener>,
 }
 
 /// Takes in the text of a message.
@@ -64,42 +75,67 @@ enum State {
 
 /// How long a suspected connection is given before another is opened.
 const PATIENCE: Duration = Duration::from_millis(250);
-/// How long a cancel waits for an answer, and for a connection, before it looks again.
+/// How long closing waits for cancels.
 const CANCEL_LIMIT: Duration = Duration::from_secs(2);
 
 impl Client {
     /// Connects for the first time, which fails at once if it fails.
     pub(crate) async fn connect(options: &RedisOptions) -> Result<Arc<Self>> {
         let client = Self::new(options, None)?;
-        let connection = client.connection().await?;
-        let keys = client.names.probe(client.id);
-        let mut call = script::call(&PROBE, &[&keys.lock, &keys.queue, &keys.token]);
-        call.arg(0).arg(client.id.to_string());
-        let probe = connection.probe(&client, &PROBE, &call);
-        match timeout(client.connect_timeout, probe).await {
-            Ok(probed) => probed?,
-            Err(_elapsed) => return Err(error::silent(&client.address, client.connect_timeout)),
-        }
+        let probe = client.names.probe(client.id);
+        client.probe(&probe).await?;
         Ok(client)
     }
 
     /// Nothing is sent yet. `listener` hears all messages in place of the inbox.
     pub(crate) fn new(options: &RedisOptions, listener: Option<Listener>) -> Result<Arc<Self>> {
-        let opener = options.client()?;
         Ok(Arc::new(Self {
+            listener,
+            ..Self::down(options, Names::new(&options.prefix), &ON_A_SERVER)?
+        }))
+    }
+
+    /// The client of a node of a cluster. Nothing is sent yet.
+    pub(crate) fn of_node(
+        options: &RedisOptions,
+        names: Names,
+        shared: Arc<Shared>,
+        cluster: Weak<Cluster>,
+    ) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            shared,
+            cluster,
+            ..Self::down(options, names, &IN_A_CLUSTER)?
+        }))
+    }
+
+    fn down(options: &RedisOptions, names: Names, minting: &'static Minting) -> Result<Self> {
+        Ok(Self {
             id: Uuid::new_v4(),
             address: options.address(),
-            names: Names::new(&options.prefix),
-            inbox: Inbox::default(),
-            opener,
+            names,
+            shared: Arc::default(),
+            minting,
+            opener: options.client()?,
             connect_timeout: options.connect_timeout,
             state: watch::Sender::new(State::Down(None)),
-            connections: AtomicU64::new(0),
             failures: AtomicU32::new(0),
-            highest_token: AtomicU64::new(0),
-            cancels: watch::Sender::new(0),
-            listener,
-        }))
+            cluster: Weak::new(),
+            listener: None,
+        })
+    }
+
+    /// Connects and tries on these keys, which must be this server's and nobody else's, all that will be
+    /// used.
+    pub(crate) async fn probe(self: &Arc<Self>, keys: &LockKeys) -> Result<()> {
+        let connection = self.connection().await?;
+        let mut call = script::call(&PROBE, &[&keys.lock, &keys.queue, &keys.token]);
+        call.arg(0).arg(self.id.to_string());
+        let probe = connection.probe(self, &PROBE, &call);
+        match timeout(self.connect_timeout, probe).await {
+            Ok(probed) => probed,
+            Err(_elapsed) => Err(error::silent(&self.address, self.connect_timeout)),
+        }
     }
 
     /// The connection; opens one if there is none.
@@ -145,107 +181,22 @@ impl Client {
         }
     }
 
-    /// Sends one request. All acquires, renewals and releases go through here: requests that meet
-    /// could travel together from here on.
-    ///
-    /// It is on its way after the first poll, in order with all others on this connection.
-    ///
-    /// # Errors
-    /// As [`error::map`] has it.
-    pub(crate) async fn request(
-        &self,
-        connection: &Arc<Connection>,
-        request: Request<'_>,
-    ) -> Result<Answer> {
-        let (script, cmd) = request.command(Sender {
+    /// The connection that is up, if one is.
+    pub(crate) fn current(&self) -> Option<Arc<Connection>> {
+        match &*self.state.borrow() {
+            State::Up(connection) => Some(connection.clone()),
+            _ => None,
+        }
+    }
+
+    /// What requests on `connection` tell about this client.
+    pub(crate) fn sender(&self, connection: &Connection) -> Sender {
+        Sender {
+            minting: self.minting,
             inbox: self.id,
             floor: self.floor(connection),
             server_now: connection.server_now(),
-        });
-        let value = match connection.call(script, &cmd).await {
-            Ok(value) => value,
-            // Somebody has put other data in the place of our lock.
-            Err(e) if error::is_wrong_type(&e) && !matches!(request, Request::Acquire { .. }) => {
-                return Ok(Answer::NotHeld);
-            }
-            Err(e) => return Err(error::map(&self.address, &e)),
-        };
-        let answer = Answer::read(&value).ok_or_else(|| error::unexpected(&self.address))?;
-        if let Answer::Granted(token) = answer {
-            self.saw(token.get());
         }
-        Ok(answer)
-    }
-
-    /// Makes sure that `claim` neither holds the lock nor waits for it, in the background: the request
-    /// leaves before this returns, down the connection that the claim asked on, and again after a
-    /// reconnect, until it is answered. What is then left ends within the claim's ttl.
-    pub(crate) fn cancel(
-        self: &Arc<Self>,
-        connection: &Arc<Connection>,
-        keys: LockKeys,
-        claim: Uuid,
-        place: Place,
-        ttl: Duration,
-    ) {
-        let pending = Pending::new(self);
-        let mut first = {
-            let (client, connection, keys) = (self.clone(), connection.clone(), keys.clone());
-            Box::pin(async move {
-                let request = Request::Release {
-                    claim,
-                    place,
-                    keys: &keys,
-                };
-                client.request(&connection, request).await
-            })
-        };
-        let mut begun = Poll::Pending;
-        if !std::thread::panicking() {
-            // Unconstrained: a task that has used up its budget would see it pending unsent.
-            let mut once = pin!(tokio::task::unconstrained(first.as_mut()));
-            begun = once.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-            if let Poll::Ready(Ok(_)) = begun {
-                return;
-            }
-        }
-        let client = Arc::downgrade(self);
-        let task = async move {
-            let _pending = pending;
-            let since = Moment::now();
-            // One that failed at once is not polled again: it goes out anew below.
-            let mut answer = match begun {
-                Poll::Ready(answer) => Ok(answer),
-                Poll::Pending => timeout(CANCEL_LIMIT, first).await,
-            };
-            while !matches!(answer, Ok(Ok(_))) && since.elapsed() < ttl {
-                let Some(client) = client.upgrade() else {
-                    return;
-                };
-                match timeout(CANCEL_LIMIT, client.connection()).await {
-                    Ok(Ok(connection)) => {
-                        if matches!(answer, Ok(Err(_))) {
-                            sleep(PATIENCE).await;
-                        }
-                        let request = Request::Release {
-                            claim,
-                            place,
-                            keys: &keys,
-                        };
-                        answer = timeout(CANCEL_LIMIT, client.request(&connection, request)).await;
-                    }
-                    Ok(Err(e)) if !e.is_transient() => return,
-                    _ => {}
-                }
-                if let Ok(Err(e)) = &answer
-                    && !e.is_transient()
-                {
-                    debug!(target: "leasehold", lock = %keys.lock, error = %e, "cancel failed");
-                    return;
-                }
-            }
-        };
-        drop(connection.runtime.spawn(task));
     }
 
     /// A message came on connection `number`.
@@ -254,21 +205,33 @@ impl Client {
             listener(text);
             return;
         }
-        let Some(Orphan { claim, lock }) = self.inbox.message(number, text) else {
+        let Some(Orphan { claim, lock }) = self.shared.inbox.message(number, text) else {
             return;
         };
         let Some(keys) = self.names.of_lock(lock) else {
             return;
         };
         debug!(target: "leasehold", lock, %claim, "a grant that nobody waits for: given back");
-        let up = match &*self.state.borrow() {
-            State::Up(connection) => Some(connection.clone()),
-            _ => None,
-        };
-        if let Some(connection) = up {
+        if let Some(connection) = self.current() {
             // Nobody knows its ttl any more; a minute is enough to reach the server or to give up.
             let ttl = Duration::from_secs(60);
-            self.cancel(&connection, keys, claim, Place::None, ttl);
+            let line = Line::new(self.clone(), connection);
+            self.servers().cancel(&line, keys, claim, Place::None, ttl);
+        }
+    }
+
+    /// What this client is a part of.
+    fn servers(self: &Arc<Self>) -> Servers {
+        match self.cluster.upgrade() {
+            Some(cluster) => Servers::Cluster(cluster),
+            None => Servers::One(self.clone()),
+        }
+    }
+
+    /// Something is wrong with its server: if that is a node of a cluster, another may have its place.
+    fn ails(&self) {
+        if let Some(cluster) = self.cluster.upgrade() {
+            cluster.look_again();
         }
     }
 
@@ -280,7 +243,8 @@ impl Client {
         );
         if ended {
             info!(target: "leasehold", server = %self.address, "connection lost");
-            self.inbox.wake_all();
+            self.shared.inbox.wake_all();
+            self.ails();
         }
     }
 
@@ -293,6 +257,7 @@ impl Client {
         let Ok(runtime) = Handle::try_current() else {
             return;
         };
+        self.ails();
         let client = self.clone();
         let task = async move {
             let suspected = &suspicion.0;
@@ -317,7 +282,7 @@ impl Client {
                     );
                     if replaced {
                         warn!(target: "leasehold", server = %client.address, "connection was silent, opened another");
-                        client.inbox.wake_all();
+                        client.shared.inbox.wake_all();
                     }
                 }
                 None => client.lost(suspected.number),
@@ -328,27 +293,25 @@ impl Client {
 
     /// No token at or below it may be granted any more: the highest that this client knows of, and the
     /// server's clock when the connection was made, in µs.
-    pub(crate) fn floor(&self, connection: &Connection) -> u64 {
-        let highest = self.highest_token.load(Ordering::Relaxed);
+    fn floor(&self, connection: &Connection) -> u64 {
+        let highest = self.shared.highest_token.load(Ordering::Relaxed);
         highest.max(connection.server_clock)
-    }
-
-    /// A token was granted: later ones must be higher.
-    pub(crate) fn saw(&self, token: u64) {
-        self.highest_token.fetch_max(token, Ordering::Relaxed);
     }
 
     /// Ends the connection once all cancels are through, or a while has passed.
     pub(crate) async fn close(&self) {
-        let mut cancels = self.cancels.subscribe();
-        let through = cancels.wait_for(|pending| *pending == 0);
-        drop(timeout(CANCEL_LIMIT, through).await);
+        self.shared.cancelled().await;
+        self.end();
+    }
+
+    /// Ends the connection for good.
+    pub(crate) fn end(&self) {
         self.replace_if(|_| true, || State::Closed);
-        self.inbox.wake_all();
+        self.shared.inbox.wake_all();
     }
 
     fn next_number(&self) -> u64 {
-        self.connections.fetch_add(1, Ordering::Relaxed) + 1
+        self.shared.connections.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Begins to open a connection, in the caller's runtime, unless there is one or one is on the way.
@@ -372,10 +335,11 @@ impl Client {
                 );
                 if failed {
                     client.failures.fetch_add(1, Ordering::Relaxed);
+                    client.ails();
                 } else {
                     client.failures.store(0, Ordering::Relaxed);
                 }
-                client.inbox.wake_all();
+                client.shared.inbox.wake_all();
             };
             drop(runtime.spawn(task));
         }
@@ -402,22 +366,11 @@ impl Client {
     /// What an error while connecting means: if it is a missing right, which `rule` to add.
     pub(crate) fn refused(&self, e: &RedisError, rule: &str) -> Error {
         let said = error::describe(e);
-        if self.is_right_missing(&said) {
+        if error::is_right_missing(&said) {
             self.rights_missing(&self.rule(&said, rule))
         } else {
             error::map(&self.address, e)
         }
-    }
-
-    pub(crate) fn is_right_missing(&self, said: &str) -> bool {
-        [
-            "NOPERM",
-            "no permissions",
-            "The user executing the script",
-            "ACL failure",
-        ]
-        .iter()
-        .any(|sign| said.contains(sign))
     }
 
     /// The ACL rule that gives the right whose lack `said` complains of: the command that it names, or
@@ -444,7 +397,7 @@ impl Client {
         let mut rules: Vec<String> = Vec::new();
         for failure in failed.chunks_exact(2) {
             let (command, said) = (&failure[0], &failure[1]);
-            if !self.is_right_missing(said) {
+            if !error::is_right_missing(said) {
                 let e = redis::make_extension_error(said.clone(), None);
                 return Err(error::map(&self.address, &e));
             }
@@ -461,13 +414,7 @@ impl Client {
     }
 
     pub(crate) fn rights_missing(&self, rules: &str) -> Error {
-        Error::new(
-            ErrorKind::Other,
-            format!(
-                "Redis at {}: rights are missing, add them with ACL SETUSER <user> {rules}",
-                self.address
-            ),
-        )
+        error::rights_missing(&self.address, rules)
     }
 }
 
@@ -496,7 +443,7 @@ impl Drop for Attempt {
             .0
             .replace_if(|state| self.is_on(state), || State::Down(None))
         {
-            self.0.inbox.wake_all();
+            self.0.shared.inbox.wake_all();
         }
     }
 }
@@ -510,20 +457,42 @@ impl Drop for Suspicion {
 }
 
 /// A cancel that `close` waits for.
-struct Pending(Weak<Client>);
+pub(crate) struct Pending(Arc<Shared>);
 
-impl Pending {
-    fn new(client: &Arc<Client>) -> Self {
-        client.cancels.send_modify(|pending| *pending += 1);
-        Self(Arc::downgrade(client))
+impl Shared {
+    /// A token was granted: later ones must be higher.
+    pub(crate) fn saw(&self, token: u64) {
+        self.highest_token.fetch_max(token, Ordering::Relaxed);
+    }
+
+    /// Until it is dropped, a cancel is not through.
+    pub(crate) fn pending(self: &Arc<Self>) -> Pending {
+        self.cancels.send_modify(|pending| *pending += 1);
+        Pending(self.clone())
+    }
+
+    /// Resolves when all cancels are through, or a while has passed.
+    pub(crate) async fn cancelled(&self) {
+        let mut cancels = self.cancels.subscribe();
+        let through = cancels.wait_for(|pending| *pending == 0);
+        drop(timeout(CANCEL_LIMIT, through).await);
+    }
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self {
+            inbox: Inbox::default(),
+            connections: AtomicU64::new(0),
+            highest_token: AtomicU64::new(0),
+            cancels: watch::Sender::new(0),
+        }
     }
 }
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        if let Some(client) = self.0.upgrade() {
-            client.cancels.send_modify(|pending| *pending -= 1);
-        }
+        self.0.cancels.send_modify(|pending| *pending -= 1);
     }
 }
 

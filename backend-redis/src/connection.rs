@@ -48,8 +48,18 @@ impl Connection {
     /// Sends one call of a script. A request that is dropped or fails before it was answered makes
     /// the connection suspect.
     pub(crate) async fn call(self: &Arc<Self>, script: &Script, cmd: &Cmd) -> RedisResult<Value> {
+        self.call_as(script, cmd, false).await
+    }
+
+    /// The same; `asking`: of a node that the slot of the keys is just coming to.
+    pub(crate) async fn call_as(
+        self: &Arc<Self>,
+        script: &Script,
+        cmd: &Cmd,
+        asking: bool,
+    ) -> RedisResult<Value> {
         let mut unanswered = Unanswered(Some(self));
-        let answer = script::send(&mut self.redis.clone(), script, cmd).await;
+        let answer = script::send(&mut self.redis.clone(), script, cmd, asking).await;
         unanswered.0 = None;
         if let Err(e) = &answer
             && e.is_unrecoverable_error()
@@ -58,6 +68,15 @@ impl Connection {
             client.lost(self.number);
         }
         answer
+    }
+
+    /// Tries whether we may ask a node of a cluster for keys that are just coming to it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Other`] with the ACL rule that is missing.
+    pub(crate) async fn may_ask(&self, client: &Client) -> Result<()> {
+        let asked = self.ask::<()>(&redis::cmd("ASKING")).await;
+        asked.map_err(|e| client.refused(&e, "+asking"))
     }
 
     /// Sends a command that is no script.
@@ -149,7 +168,7 @@ impl Connection {
             .query_async::<(u64, u64)>(&mut redis)
             .await;
         let (seconds, micros) = clock.map_err(|e| client.refused(&e, "+time"))?;
-        for script in script::all() {
+        for script in client.minting.and_others() {
             let loaded = script.load_async(&mut redis).await;
             loaded.map_err(|e| client.refused(&e, "+script|load"))?;
         }

@@ -50,6 +50,26 @@ pub(crate) fn closed() -> Error {
     Error::new(ErrorKind::Closed, "these locks were closed")
 }
 
+/// Whether the server says that the user lacks a right.
+pub(crate) fn is_right_missing(said: &str) -> bool {
+    [
+        "NOPERM",
+        "no permissions",
+        "The user executing the script",
+        "ACL failure",
+    ]
+    .iter()
+    .any(|sign| said.contains(sign))
+}
+
+/// The user lacks rights, which these ACL rules give.
+pub(crate) fn rights_missing(server: &str, rules: &str) -> Error {
+    Error::new(
+        ErrorKind::Other,
+        format!("Redis at {server}: rights are missing, add them with ACL SETUSER <user> {rules}"),
+    )
+}
+
 /// Whether `error` says that a key holds a value of another type: somebody else's data.
 pub(crate) fn is_wrong_type(error: &RedisError) -> bool {
     describe(error).contains("WRONGTYPE")
@@ -113,9 +133,19 @@ const ANSWERS: &[(&[&str], ErrorKind, &str)] = &[
         "it has fewer replicas than min-replicas-to-write",
     ),
     (
-        &["BUSY ", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN"],
+        &["BUSY ", "MASTERDOWN"],
         ErrorKind::Unavailable,
         "it cannot serve just now",
+    ),
+    (
+        &["CLUSTERDOWN", "cluster is down"],
+        ErrorKind::Unavailable,
+        "the cluster is down, or no node of it serves the slot of this lock: see CLUSTER INFO",
+    ),
+    (
+        &["TRYAGAIN", "non local key", "MOVED", "ASK "],
+        ErrorKind::Unavailable,
+        "the slot of this lock is moving from one node of the cluster to another",
     ),
     (
         &["UNKILLABLE", "max number of clients", "NOSCRIPT"],
@@ -123,9 +153,14 @@ const ANSWERS: &[(&[&str], ErrorKind, &str)] = &[
         "it cannot serve just now",
     ),
     (
-        &["CROSSSLOT", "MOVED", "different slots", "non local key"],
+        &["CROSSSLOT", "different slots", "hash to the same slot"],
         ErrorKind::Unsupported,
-        "it is a node of a cluster, which this version cannot use",
+        "it is a node of a cluster: connect with redis+cluster://host:port, or rediss+cluster:// for TLS",
+    ),
+    (
+        &["cluster support disabled"],
+        ErrorKind::Unsupported,
+        "it is a single server and no node of a cluster: connect with redis://host:port",
     ),
     (
         &["non deterministic"],

@@ -1,20 +1,19 @@
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use leasehold_core::{Claim, Hold, Moment, Result, Token, Validity};
+use leasehold_core::{Claim, Hold, Result, Token, Validity};
 use uuid::Uuid;
 
-use crate::client::Client;
 use crate::error;
 use crate::names::LockKeys;
 use crate::request::{Answer, Place, Request};
+use crate::servers::Servers;
 
 /// A granted lock: its claim and token stand in the lock's value, and only that value is renewed or
 /// freed.
 pub(crate) struct RedisHold {
-    client: Arc<Client>,
+    servers: Servers,
     keys: LockKeys,
     claim: Uuid,
     token: Token,
@@ -25,14 +24,14 @@ pub(crate) struct RedisHold {
 impl RedisHold {
     /// The inbox must know of it already; it forgets it when this is dropped.
     pub(crate) fn new(
-        client: Arc<Client>,
+        servers: Servers,
         keys: LockKeys,
         claim: &Claim,
         token: Token,
         validity: Validity,
     ) -> Self {
         Self {
-            client,
+            servers,
             keys,
             claim: claim.id,
             token,
@@ -53,44 +52,43 @@ impl Hold for RedisHold {
     }
 
     async fn renew(&mut self) -> Result<()> {
-        let connection = self.client.connection().await?;
-        let sent = Moment::now();
         let request = Request::Renew {
             claim: self.claim,
             token: self.token,
             ttl: self.ttl,
             keys: &self.keys,
         };
-        match self.client.request(&connection, request).await? {
-            Answer::Done if self.validity.extend(sent, self.ttl) => Ok(()),
+        let answered = self.servers.request(request, &mut None).await?;
+        match answered.answer {
+            Answer::Done if self.validity.extend(answered.sent, self.ttl) => Ok(()),
             // The server still has it, but we have said already that it is over.
             Answer::Done => Err(error::lost(&self.keys.lock)),
             Answer::NotHeld => {
                 self.validity.end();
                 Err(error::lost(&self.keys.lock))
             }
-            _ => Err(error::unexpected(&self.client.address)),
+            _ => Err(error::unexpected(&answered.line.client.address)),
         }
     }
 
     async fn release(&mut self) -> Result<()> {
-        let connection = self.client.connection().await?;
         let request = Request::Release {
             claim: self.claim,
             place: Place::None,
             keys: &self.keys,
         };
-        match self.client.request(&connection, request).await? {
+        let answered = self.servers.request(request, &mut None).await?;
+        match answered.answer {
             Answer::Done => Ok(()),
             Answer::NotHeld => Err(error::lost(&self.keys.lock)),
-            _ => Err(error::unexpected(&self.client.address)),
+            _ => Err(error::unexpected(&answered.line.client.address)),
         }
     }
 }
 
 impl Drop for RedisHold {
     fn drop(&mut self) {
-        self.client.inbox.forget(self.claim);
+        self.servers.inbox().forget(self.claim);
     }
 }
 

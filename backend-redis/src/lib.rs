@@ -2,6 +2,7 @@
 
 mod backend;
 mod client;
+mod cluster;
 mod connection;
 mod error;
 mod hold;
@@ -12,6 +13,7 @@ mod queue;
 pub mod redlock;
 mod request;
 mod script;
+mod servers;
 mod value;
 
 pub use backend::Redis;

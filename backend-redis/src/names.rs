@@ -1,17 +1,23 @@
 use std::sync::Arc;
 
-use leasehold_core::Key;
+use leasehold_core::{Error, ErrorKind, Key, Result};
 use uuid::Uuid;
+
+use crate::cluster::{slot, tag};
 
 /// The names of our keys and channels, all of which begin with the prefix.
 ///
 /// A lock is `<prefix><name>`, unchanged, so that it is the same key that other programs lock.
 /// Everything else begins with `<prefix>leasehold:`; a lock whose name begins so too becomes
 /// `<prefix>leasehold:key:<name>`, which nothing else is called. So two names never meet (C6).
+///
+/// In a cluster the lock is called the same, and its queue and counter carry a tag that puts them into
+/// the slot of the lock, so that one script may use all three; the counter is one for each slot.
 #[derive(Debug, Clone)]
 pub(crate) struct Names {
     prefix: Arc<str>,
-    token: Arc<str>,
+    /// `None` in a cluster.
+    token: Option<Arc<str>>,
 }
 
 /// The keys that one lock needs.
@@ -20,6 +26,8 @@ pub(crate) struct LockKeys {
     pub(crate) lock: Arc<str>,
     pub(crate) queue: Arc<str>,
     pub(crate) token: Arc<str>,
+    /// The slot of all three, if this is a cluster; else 0.
+    pub(crate) slot: u16,
 }
 
 const OURS: &str = "leasehold:";
@@ -28,8 +36,30 @@ impl Names {
     pub(crate) fn new(prefix: &str) -> Self {
         Self {
             prefix: prefix.into(),
-            token: format!("{prefix}{OURS}token").into(),
+            token: Some(format!("{prefix}{OURS}token").into()),
         }
+    }
+
+    /// The names in a cluster.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if the prefix leaves no place for a tag.
+    pub(crate) fn in_cluster(prefix: &str) -> Result<Self> {
+        if let Some((_, rest)) = prefix.split_once('{')
+            && rest.find('}').is_none_or(|close| close == 0)
+        {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "in a cluster the prefix {prefix:?} would part a lock from its queue: leave out \
+                     the '{{', or let a tag follow it as in {{shop}}lock:"
+                ),
+            ));
+        }
+        Ok(Self {
+            prefix: prefix.into(),
+            token: None,
+        })
     }
 
     pub(crate) fn prefix(&self) -> &str {
@@ -57,11 +87,8 @@ impl Names {
 
     /// Keys to try out commands on.
     pub(crate) fn probe(&self, client: Uuid) -> LockKeys {
-        LockKeys {
-            lock: format!("{}{OURS}probe:{client}", self.prefix).into(),
-            queue: format!("{}{OURS}probe-queue:{client}", self.prefix).into(),
-            token: self.token.clone(),
-        }
+        let lock = format!("{}{OURS}probe:{client}", self.prefix);
+        self.beside(lock, "probe-queue", &client.to_string())
     }
 
     fn of_name(&self, name: &str) -> LockKeys {
@@ -71,10 +98,28 @@ impl Names {
         } else {
             format!("{prefix}{name}")
         };
-        LockKeys {
-            lock: lock.into(),
-            queue: format!("{prefix}{OURS}queue:{name}").into(),
-            token: self.token.clone(),
+        self.beside(lock, "queue", name)
+    }
+
+    fn beside(&self, lock: String, queue: &str, name: &str) -> LockKeys {
+        let prefix = &self.prefix;
+        match &self.token {
+            Some(token) => LockKeys {
+                lock: lock.into(),
+                queue: format!("{prefix}{OURS}{queue}:{name}").into(),
+                token: token.clone(),
+                slot: 0,
+            },
+            None => {
+                let slot = slot(&lock);
+                let tag = tag(slot);
+                LockKeys {
+                    lock: lock.into(),
+                    queue: format!("{prefix}{OURS}{queue}:{{{tag}}}:{name}").into(),
+                    token: format!("{prefix}{OURS}token:{{{tag}}}").into(),
+                    slot,
+                }
+            }
         }
     }
 }
@@ -97,7 +142,8 @@ mod tests {
     #[test]
     fn no_two_names_meet_and_each_is_found_again() {
         let names = Names::new("lock:");
-        let mut seen = HashSet::from([names.token.to_string()]);
+        let token = names.token.clone().unwrap();
+        let mut seen = HashSet::from([token.to_string()]);
         for name in [
             "a",
             "token",
@@ -120,5 +166,39 @@ mod tests {
         }
         assert!(names.of_lock("other:a").is_none());
         assert!(names.of_lock("lock:leasehold:token").is_none());
+    }
+
+    #[test]
+    fn in_a_cluster_the_keys_of_a_lock_share_its_slot_and_no_two_names_meet() {
+        for prefix in ["lock:", "", "{shop}:", "a}b", "{a}{", "{{}:"] {
+            let names = Names::in_cluster(prefix).unwrap();
+            let mut seen = HashSet::new();
+            for name in [
+                "a",
+                "{order:42}",
+                "a}b",
+                "{}x",
+                "{",
+                "}",
+                "{}",
+                "}{",
+                "{{a}}",
+                "leasehold:token:{1}",
+                "leasehold:queue:{1}:a",
+                "\0{Ω}\n",
+            ] {
+                let keys = names.of(&Key::new(name).unwrap());
+                let slots = [&keys.lock, &keys.queue, &keys.token].map(|key| slot(key));
+                assert_eq!(slots, [keys.slot; 3], "{prefix} {name}");
+                assert!(seen.insert(keys.lock.to_string()), "{prefix} {name}");
+                assert!(seen.insert(keys.queue.to_string()), "{prefix} {name}");
+                let again = names.of_lock(&keys.lock).unwrap();
+                assert_eq!((again.lock, again.queue), (keys.lock, keys.queue));
+            }
+        }
+        for prefix in ["{", "{}", "a{b", "{}{a}"] {
+            let refused = Names::in_cluster(prefix).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Invalid, "{prefix}");
+        }
     }
 }

@@ -1,10 +1,13 @@
+use std::collections::HashMap;
 use std::fmt;
 use std::time::Duration;
 
 use leasehold_core::{Error, ErrorKind, Result};
 use redis::{ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, TlsCertificates};
 
-/// Where the server is and how to talk to it.
+use crate::cluster::Node;
+
+/// Where the server, or the cluster, is and how to talk to it.
 ///
 /// Plain data: start from a URL and change what differs. Nothing is sent before
 /// [`Redis::connect_with`](crate::Redis::connect_with). Neither `Debug` nor any error shows the
@@ -26,6 +29,17 @@ pub struct RedisOptions {
     pub(crate) prefix: String,
     pub(crate) connect_timeout: Duration,
     certificates: TlsCertificates,
+    /// `server` is one of them; `None` if it is a single server.
+    cluster: Option<ClusterNodes>,
+}
+
+/// Where a cluster is.
+#[derive(Clone)]
+struct ClusterNodes {
+    /// Some of its nodes, by which the others are found.
+    named: Vec<Node>,
+    /// Where nodes are reached, if not where the cluster says.
+    reached: HashMap<Node, Node>,
 }
 
 impl RedisOptions {
@@ -34,10 +48,18 @@ impl RedisOptions {
     /// port is 6379 if not given, an IPv6 address stands in brackets, and whatever has a meaning in a
     /// URL is percent-encoded in the username and the password.
     ///
+    /// A Redis Cluster is `redis+cluster://[user[:password]@]host[:port],host[:port],…`, or
+    /// `rediss+cluster://…` for TLS, with one or more of its nodes; see [`cluster`](Self::cluster).
+    ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if the URL is not of this form.
     pub fn new(url: impl AsRef<str>) -> Result<Self> {
         let url = url.as_ref();
+        if let Some((scheme, rest)) = url.split_once("://")
+            && let Some(scheme) = scheme.strip_suffix("+cluster")
+        {
+            return Self::cluster(each_node(scheme, rest));
+        }
         let parsed = redis::parse_redis_url(url).ok_or_else(|| {
             invalid(
                 "begin with redis://, rediss:// (TLS) or unix://, as in redis://localhost:6379/0",
@@ -79,7 +101,69 @@ impl RedisOptions {
                 client_tls: None,
                 root_cert: None,
             },
+            cluster: None,
         })
+    }
+
+    /// A Redis Cluster, by the URLs of some of its nodes, each as for a [single server](Self::new). The
+    /// others are found by asking these, so one is enough as long as it answers.
+    ///
+    /// All nodes are spoken to alike: with TLS or all without, as the same user, with the same
+    /// certificates.
+    ///
+    /// ```
+    /// use leasehold_redis::RedisOptions;
+    ///
+    /// let options = RedisOptions::cluster(["redis://shop:secret@one:7000", "redis://two:7000"])?;
+    /// # let same = RedisOptions::new("redis+cluster://shop:secret@one:7000,two:7000")?;
+    /// # assert_eq!(format!("{options:?}"), format!("{same:?}"));
+    /// # Ok::<(), leasehold_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if one is no such URL, names a database other than 0, or differs from the
+    /// first in more than host and port, or if there is none.
+    pub fn cluster(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Self> {
+        let mut options: Option<Self> = None;
+        let mut named = Vec::new();
+        for url in urls {
+            let one = Self::new(url)?;
+            let (tls, node) = match one.server.addr() {
+                ConnectionAddr::Tcp(host, port) => (false, Node::new(host, *port)),
+                ConnectionAddr::TcpTls { host, port, .. } => (true, Node::new(host, *port)),
+                _ => return Err(invalid("a node of a cluster is reached by host and port")),
+            };
+            let settings = one.server.redis_settings();
+            if settings.db() != 0 {
+                return Err(invalid(
+                    "a cluster has no other database than 0: leave the number out",
+                ));
+            }
+            if one.cluster.is_some() {
+                return Err(invalid("name each node as in redis://localhost:7000"));
+            }
+            if let Some(first) = &options {
+                let same = first.server.redis_settings();
+                let unnamed = settings.username().is_none() && settings.password().is_none();
+                if first.is_tls() != tls
+                    || !unnamed
+                        && (settings.username(), settings.password())
+                            != (same.username(), same.password())
+                {
+                    return Err(invalid(
+                        "all nodes of a cluster are spoken to alike: give the first one the user and \
+                         password and the others the same or none, and all TLS or none",
+                    ));
+                }
+            }
+            named.push(node);
+            options.get_or_insert(one);
+        }
+        let mut options =
+            options.ok_or_else(|| invalid("it names no node, as in redis://localhost:7000"))?;
+        let reached = HashMap::new();
+        options.cluster = Some(ClusterNodes { named, reached });
+        Ok(options)
     }
 
     /// What the names of all keys and channels begin with; default `lock:`. The lock `order:42` is
@@ -136,11 +220,71 @@ impl RedisOptions {
         self
     }
 
+    /// Where a node of a cluster is reached from here, if that is not where it says that it is: behind a
+    /// translation of addresses, forwarded ports, containers. Once for each such node. With TLS, its
+    /// certificate must be for the host it is reached by.
+    #[must_use]
+    pub fn with_node_address(
+        mut self,
+        announced: (impl AsRef<str>, u16),
+        reached: (impl AsRef<str>, u16),
+    ) -> Self {
+        if let Some(cluster) = &mut self.cluster {
+            let announced = Node::new(announced.0.as_ref(), announced.1);
+            let reached = Node::new(reached.0.as_ref(), reached.1);
+            cluster.reached.insert(announced, reached);
+        }
+        self
+    }
+
     /// How long making a connection may take, signing in included; default 5 s.
     #[must_use]
     pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
+    }
+
+    /// The nodes that were named, if this is a cluster.
+    pub(crate) fn nodes(&self) -> Option<&[Node]> {
+        self.cluster.as_ref().map(|cluster| &*cluster.named)
+    }
+
+    /// Where a node is reached that says it is `node`.
+    pub(crate) fn reached<'a>(&'a self, node: &'a Node) -> &'a Node {
+        let cluster = self.cluster.as_ref();
+        cluster
+            .and_then(|cluster| cluster.reached.get(node))
+            .unwrap_or(node)
+    }
+
+    /// The same for one node of the cluster, by what it says where it is.
+    pub(crate) fn at(&self, node: &Node) -> Self {
+        let Node { host, port } = self.reached(node);
+        let (host, port) = (host.to_string(), *port);
+        let address = match self.server.addr() {
+            ConnectionAddr::TcpTls {
+                insecure,
+                tls_params,
+                ..
+            } => ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure: *insecure,
+                tls_params: tls_params.clone(),
+            },
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        Self {
+            server: self.server.clone().set_addr(address),
+            prefix: self.prefix.clone(),
+            connect_timeout: self.connect_timeout,
+            certificates: self.certificates.clone(),
+            cluster: None,
+        }
+    }
+
+    fn is_tls(&self) -> bool {
+        matches!(self.server.addr(), ConnectionAddr::TcpTls { .. })
     }
 
     /// The server as errors and logs name it: host and port, or the socket's path.
@@ -193,8 +337,10 @@ impl RedisOptions {
 impl fmt::Debug for RedisOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let redis = self.server.redis_settings();
+        let cluster = self.cluster.as_ref().map(|cluster| &cluster.named);
         f.debug_struct("RedisOptions")
             .field("server", &self.address())
+            .field("cluster", &cluster)
             .field("database", &redis.db())
             .field("username", &redis.username().map(|_| "…"))
             .field("password", &redis.password().map(|_| "…"))
@@ -202,6 +348,21 @@ impl fmt::Debug for RedisOptions {
             .field("connect_timeout", &self.connect_timeout)
             .finish_non_exhaustive()
     }
+}
+
+/// The URL of each node in `[user[:password]@]host[:port],…` and what follows it.
+fn each_node(scheme: &str, rest: &str) -> Vec<String> {
+    let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
+    let (nodes, end) = rest.split_at(end);
+    // A comma and an @ in a password are percent-encoded.
+    let (user, nodes) = match nodes.rsplit_once('@') {
+        Some((user, nodes)) => (format!("{user}@"), nodes),
+        None => (String::new(), nodes),
+    };
+    nodes
+        .split(',')
+        .map(|node| format!("{scheme}://{user}{}{end}", node.trim()))
+        .collect()
 }
 
 fn invalid(reason: &str) -> Error {

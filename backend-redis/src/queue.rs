@@ -5,13 +5,12 @@ use std::time::Duration;
 use leasehold_core::{Claim, Moment, Result, Token, Validity};
 use tokio::time::{sleep, timeout};
 
-use crate::client::Client;
-use crate::connection::Connection;
 use crate::error;
 use crate::hold::RedisHold;
 use crate::inbox::{Ends, Pushed, Waiter};
 use crate::names::LockKeys;
 use crate::request::{Answer, Place, Request};
+use crate::servers::{Line, Servers};
 
 /// Grants a claim, waiting for its turn. Cancel safe: what the claim has on the server is withdrawn
 /// when this future is dropped.
@@ -44,14 +43,14 @@ use crate::request::{Answer, Place, Request};
 /// Source: the lock recipe of `ZooKeeper` (a queue, each told by the one before), carried over to a
 /// server without sessions. What a grant by message may be believed answers the paused client of
 /// Kleppmann's "How to do distributed locking".
-pub(crate) async fn acquire(client: &Arc<Client>, claim: &Claim) -> Result<Option<RedisHold>> {
+pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<RedisHold>> {
     let started = Moment::now();
     let left = |claim: &Claim| {
         claim
             .wait
             .map(|wait| wait.saturating_sub(started.elapsed()))
     };
-    let mut asker = Asker::new(client, claim);
+    let mut asker = Asker::new(servers, claim);
 
     let mut seen = match asker.ask().await? {
         Asked::Granted(token, sent) => {
@@ -126,8 +125,8 @@ pub(crate) async fn acquire(client: &Arc<Client>, claim: &Claim) -> Result<Optio
 struct Seen {
     /// When the request left that it answers.
     sent: Moment,
-    /// The connection it came on.
-    connection: u64,
+    /// What it came on.
+    line: Line,
     /// When the lock of the holder ends if it is not renewed.
     holder_ends: Option<Ends>,
 }
@@ -135,7 +134,7 @@ struct Seen {
 impl Seen {
     /// How long a pushed grant may be believed; `None` if it proves nothing.
     fn believe(&self, pushed: Pushed, ttl: Duration) -> Option<Validity> {
-        if pushed.connection != self.connection {
+        if pushed.connection != self.line.connection.number {
             return None;
         }
         let validity = Validity::new(self.sent, ttl);
@@ -151,13 +150,13 @@ enum Asked {
 
 /// A claim while it asks and waits. Dropping it withdraws the claim.
 struct Asker<'a> {
-    client: &'a Arc<Client>,
+    servers: &'a Servers,
     claim: &'a Claim,
     keys: LockKeys,
     waiter: Arc<Waiter>,
     place: Place,
-    /// The connection of the newest request.
-    asked_on: Option<Arc<Connection>>,
+    /// Where the newest request went.
+    asked_on: Option<Line>,
     /// When that was sent, and whether it failed.
     asked: Moment,
     failed: bool,
@@ -166,12 +165,12 @@ struct Asker<'a> {
 }
 
 impl<'a> Asker<'a> {
-    fn new(client: &'a Arc<Client>, claim: &'a Claim) -> Self {
+    fn new(servers: &'a Servers, claim: &'a Claim) -> Self {
         Self {
-            client,
+            servers,
             claim,
-            keys: client.names.of(&claim.key),
-            waiter: client.inbox.register(claim.id),
+            keys: servers.names().of(&claim.key),
+            waiter: servers.inbox().register(claim.id),
             place: match claim.wait {
                 Some(Duration::ZERO) => Place::Try,
                 _ => Place::None,
@@ -187,27 +186,23 @@ impl<'a> Asker<'a> {
     async fn ask(&mut self) -> Result<Asked> {
         let limit = self.claim.request_limit;
         self.asked = Moment::now();
-        let asking = async {
-            let connection = self.client.connection().await?;
-            self.asked_on = Some(connection.clone());
-            let sent = Moment::now();
-            let request = Request::Acquire {
-                claim: self.claim,
-                place: self.place,
-                keys: &self.keys,
-            };
-            if self.place == Place::None {
-                // Until an answer says which.
-                self.place = Place::Unknown;
-            }
-            let answer = self.client.request(&connection, request).await?;
-            Ok((answer, sent, connection.number))
+        let request = Request::Acquire {
+            claim: self.claim,
+            place: self.place,
+            keys: &self.keys,
         };
-        let (answer, sent, connection) = timeout(limit, asking)
-            .await
-            .unwrap_or_else(|_elapsed| Err(error::silent(&self.client.address, limit)))?;
+        if self.place == Place::None {
+            // Until an answer says which.
+            self.place = Place::Unknown;
+        }
+        let asking = self.servers.request(request, &mut self.asked_on);
+        let answered = timeout(limit, asking).await.unwrap_or_else(|_elapsed| {
+            let address = self.servers.address(&self.keys);
+            Err(error::silent(&address, limit))
+        })?;
+        let (sent, line) = (answered.sent, answered.line);
         self.failed = false;
-        match answer {
+        match answered.answer {
             Answer::Granted(token) => {
                 self.leave_queue();
                 Ok(Asked::Granted(token, sent))
@@ -216,17 +211,17 @@ impl<'a> Asker<'a> {
                 self.join_queue(ticket);
                 Ok(Asked::Waiting(Seen {
                     sent,
-                    connection,
+                    line,
                     // A millisecond more, for it has gone only after its last one.
                     holder_ends: left.map(|left| (sent, left + Duration::from_millis(1))),
                 }))
             }
             Answer::Refused => {
                 self.open = false;
-                self.client.inbox.forget(self.claim.id);
+                self.servers.inbox().forget(self.claim.id);
                 Ok(Asked::Refused)
             }
-            Answer::Done | Answer::NotHeld => Err(error::unexpected(&self.client.address)),
+            Answer::Done | Answer::NotHeld => Err(error::unexpected(&line.client.address)),
         }
     }
 
@@ -234,8 +229,8 @@ impl<'a> Asker<'a> {
     /// connection, the end of the wait. A request that is left behind is harmless.
     async fn ask_again(&mut self, left: Option<Duration>) -> Result<Option<Asked>> {
         let waiter = self.waiter.clone();
-        let before = self.client.up();
-        let client = self.client;
+        let (servers, keys) = (self.servers, self.keys.clone());
+        let before = servers.standing(&keys);
         let mut over = pin!(async {
             match left {
                 Some(left) => sleep(left).await,
@@ -248,8 +243,9 @@ impl<'a> Asker<'a> {
                 biased;
                 asked = &mut asking => return asked.map(Some),
                 () = waiter.changed() => {
-                    let up = client.up();
-                    if waiter.has_pushed() || (before.is_some() && up != before) {
+                    let now = servers.standing(&keys);
+                    let moved = now.owner != before.owner;
+                    if waiter.has_pushed() || moved || (before.up.is_some() && now.up != before.up) {
                         return Ok(None);
                     }
                 }
@@ -266,7 +262,7 @@ impl<'a> Asker<'a> {
             let pause = third.min(Duration::from_millis(200));
             return pause.saturating_sub(self.asked.elapsed());
         }
-        if seen.is_some_and(|seen| self.client.up() != Some(seen.connection)) {
+        if seen.is_some_and(|seen| !self.servers.stands(&seen.line, &self.keys)) {
             return Duration::ZERO;
         }
         let keep = third.saturating_sub(self.asked.elapsed());
@@ -275,7 +271,7 @@ impl<'a> Asker<'a> {
             .map(|(from, left)| left.saturating_sub(from.elapsed()));
         match (holder_ends, self.place) {
             (Some(ends), Place::Ticket(ticket))
-                if ends < keep && self.client.inbox.is_oldest(&self.keys.lock, ticket) =>
+                if ends < keep && self.servers.inbox().is_oldest(&self.keys.lock, ticket) =>
             {
                 ends
             }
@@ -291,14 +287,14 @@ impl<'a> Asker<'a> {
     /// The lock is ours: what was the asker's is the hold's. `None` if it was taken away in the
     /// meantime.
     fn hold(&mut self, token: Token, validity: Validity) -> Option<RedisHold> {
-        self.client.saw(token.get());
-        if !self.client.inbox.hold(self.claim.id, token, &validity) {
+        self.servers.shared().saw(token.get());
+        if !self.servers.inbox().hold(self.claim.id, token, &validity) {
             return None;
         }
         self.leave_queue();
         self.open = false;
         Some(RedisHold::new(
-            self.client.clone(),
+            self.servers.clone(),
             self.keys.clone(),
             self.claim,
             token,
@@ -310,15 +306,15 @@ impl<'a> Asker<'a> {
         if self.place != Place::Ticket(ticket) {
             self.leave_queue();
             self.place = Place::Ticket(ticket);
-            self.client
-                .inbox
+            self.servers
+                .inbox()
                 .join(&self.keys.lock, ticket, &self.waiter);
         }
     }
 
     fn leave_queue(&mut self) {
         if let Place::Ticket(ticket) = self.place {
-            self.client.inbox.leave(&self.keys.lock, ticket);
+            self.servers.inbox().leave(&self.keys.lock, ticket);
             self.place = Place::Unknown;
         }
     }
@@ -334,11 +330,11 @@ impl Drop for Asker<'_> {
             place => place,
         };
         self.leave_queue();
-        self.client.inbox.forget(self.claim.id);
-        if let Some(connection) = &self.asked_on {
+        self.servers.inbox().forget(self.claim.id);
+        if let Some(line) = &self.asked_on {
             let (keys, claim) = (self.keys.clone(), self.claim.id);
-            self.client
-                .cancel(connection, keys, claim, place, self.claim.ttl);
+            self.servers
+                .cancel(line, keys, claim, place, self.claim.ttl);
         }
     }
 }

@@ -5,10 +5,10 @@ use redis::{Cmd, Script, Value};
 use uuid::Uuid;
 
 use crate::names::LockKeys;
-use crate::script::{self, ACQUIRE, RELEASE, RENEW};
+use crate::script::{self, FREE, LEAVE, Minting, RENEW};
 use crate::value;
 
-/// What may be asked about a claim: all that goes through [`Client::request`](crate::client::Client::request).
+/// What may be asked about a claim: all that goes through [`Servers::request`](crate::servers::Servers::request).
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Request<'a> {
     /// Grant it, or queue it unless `place` is a try.
@@ -28,6 +28,14 @@ pub(crate) enum Request<'a> {
         claim: Uuid,
         token: Token,
         ttl: Duration,
+        keys: &'a LockKeys,
+    },
+    /// As a release, but names the lock alone: whoever waits finds it free later.
+    Free { claim: Uuid, keys: &'a LockKeys },
+    /// It does not wait any more; names the queue alone.
+    Leave {
+        claim: Uuid,
+        place: Place,
         keys: &'a LockKeys,
     },
 }
@@ -63,6 +71,8 @@ pub(crate) enum Answer {
 /// What requests tell about this client.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sender {
+    /// The scripts of its kind of server.
+    pub(crate) minting: &'static Minting,
     pub(crate) inbox: Uuid,
     /// No token at or below it may be granted any more.
     pub(crate) floor: u64,
@@ -70,22 +80,35 @@ pub(crate) struct Sender {
     pub(crate) server_now: u64,
 }
 
-impl Request<'_> {
+impl<'a> Request<'a> {
+    /// The keys of its lock.
+    pub(crate) fn keys(&self) -> &'a LockKeys {
+        match self {
+            Self::Acquire { keys, .. }
+            | Self::Release { keys, .. }
+            | Self::Renew { keys, .. }
+            | Self::Free { keys, .. }
+            | Self::Leave { keys, .. } => keys,
+        }
+    }
+
     /// The script and its call.
     pub(crate) fn command(&self, sender: Sender) -> (&'static Script, Cmd) {
         match self {
             Self::Acquire { claim, place, keys } => {
-                let mut cmd = script::call(&ACQUIRE, &[&keys.lock, &keys.queue, &keys.token]);
+                let script = &sender.minting.acquire;
+                let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
                 cmd.arg(sender.floor)
                     .arg(value::mine(claim.id))
                     .arg(millis(claim.ttl))
                     .arg(value::rest(claim, sender.server_now, sender.inbox));
-                (&ACQUIRE, place.write(cmd))
+                (script, place.write(cmd))
             }
             Self::Release { claim, place, keys } => {
-                let mut cmd = script::call(&RELEASE, &[&keys.lock, &keys.queue, &keys.token]);
+                let script = &sender.minting.release;
+                let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
                 cmd.arg(sender.floor).arg(value::mine(*claim));
-                (&RELEASE, place.write(cmd))
+                (script, place.write(cmd))
             }
             Self::Renew {
                 claim,
@@ -96,6 +119,16 @@ impl Request<'_> {
                 let mut cmd = script::call(&RENEW, &[&keys.lock]);
                 cmd.arg(value::grant(*claim, *token)).arg(millis(*ttl));
                 (&RENEW, cmd)
+            }
+            Self::Free { claim, keys } => {
+                let mut cmd = script::call(&FREE, &[&keys.lock]);
+                cmd.arg(value::mine(*claim));
+                (&FREE, cmd)
+            }
+            Self::Leave { claim, place, keys } => {
+                let mut cmd = script::call(&LEAVE, &[&keys.queue]);
+                cmd.arg(claim.to_string());
+                (&LEAVE, place.write(cmd))
             }
         }
     }

@@ -1,27 +1,66 @@
 use std::sync::LazyLock;
 
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, RedisResult, Script, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, Pipeline, RedisResult, Script, ServerErrorKind, Value};
 
 macro_rules! script {
     ($($part:literal),+) => {
-        LazyLock::new(|| Script::new(concat!($(include_str!(concat!("scripts/", $part))),+)))
+        Script::new(concat!($(include_str!(concat!("scripts/", $part))),+))
     };
 }
 
-/// The scripts; what each does, takes and returns stands at its head.
-pub(crate) static ACQUIRE: LazyLock<Script> =
-    script!("acquire_free.lua", "hand_over.lua", "acquire.lua");
-pub(crate) static RELEASE: LazyLock<Script> =
-    script!("release_free.lua", "hand_over.lua", "release.lua");
-pub(crate) static RENEW: LazyLock<Script> = script!("renew.lua");
-pub(crate) static HOLDER: LazyLock<Script> = script!("holder.lua");
-pub(crate) static EVICT: LazyLock<Script> = script!("hand_over.lua", "evict.lua");
-pub(crate) static PROBE: LazyLock<Script> = script!("hand_over.lua", "probe.lua");
+/// The scripts that mint tokens, which is done differently on a single server and in a cluster; what
+/// each script does, takes and returns stands at its head.
+#[derive(Debug)]
+pub(crate) struct Minting {
+    pub(crate) acquire: Script,
+    pub(crate) release: Script,
+    pub(crate) evict: Script,
+}
 
-/// Those that are loaded as soon as a connection stands.
-pub(crate) fn all() -> [&'static Script; 5] {
-    [&ACQUIRE, &RELEASE, &RENEW, &HOLDER, &EVICT]
+pub(crate) static ON_A_SERVER: LazyLock<Minting> = LazyLock::new(|| Minting {
+    acquire: script!(
+        "acquire_free.lua",
+        "hand_over.lua",
+        "find.lua",
+        "acquire.lua"
+    ),
+    release: script!(
+        "release_free.lua",
+        "hand_over.lua",
+        "find.lua",
+        "release.lua"
+    ),
+    evict: script!("hand_over.lua", "evict.lua"),
+});
+pub(crate) static IN_A_CLUSTER: LazyLock<Minting> = LazyLock::new(|| Minting {
+    acquire: script!(
+        "cluster_floor.lua",
+        "acquire_free.lua",
+        "hand_over.lua",
+        "find.lua",
+        "acquire.lua"
+    ),
+    release: script!(
+        "release_free.lua",
+        "cluster_floor.lua",
+        "hand_over.lua",
+        "find.lua",
+        "release.lua"
+    ),
+    evict: script!("cluster_floor.lua", "hand_over.lua", "evict.lua"),
+});
+pub(crate) static RENEW: LazyLock<Script> = LazyLock::new(|| script!("renew.lua"));
+pub(crate) static HOLDER: LazyLock<Script> = LazyLock::new(|| script!("holder.lua"));
+pub(crate) static FREE: LazyLock<Script> = LazyLock::new(|| script!("free.lua"));
+pub(crate) static LEAVE: LazyLock<Script> = LazyLock::new(|| script!("find.lua", "leave.lua"));
+pub(crate) static PROBE: LazyLock<Script> = LazyLock::new(|| script!("hand_over.lua", "probe.lua"));
+
+impl Minting {
+    /// What is loaded as soon as a connection stands: these, and the others that are used all the time.
+    pub(crate) fn and_others(&'static self) -> [&'static Script; 5] {
+        [&self.acquire, &self.release, &self.evict, &RENEW, &HOLDER]
+    }
 }
 
 /// A call of `script`, to be followed by the keys and then the other arguments.
@@ -37,23 +76,38 @@ pub(crate) fn call(script: &Script, keys: &[&str]) -> Cmd {
 
 /// Sends a call of `script`, as made by [`call`]; if the server has forgotten the script (it was
 /// restarted, or told to), loads it again.
+///
+/// `asking`: of a node that its slot is just coming to; it answers only what is announced.
 pub(crate) async fn send(
     connection: &mut MultiplexedConnection,
     script: &Script,
     cmd: &Cmd,
+    asking: bool,
 ) -> RedisResult<Value> {
-    let answer = connection
-        .send_packed_command(cmd)
-        .await
-        .and_then(Value::extract_error);
-    match answer {
+    match once(connection, cmd, asking).await {
         Err(e) if e.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
             script.load_async(connection).await?;
-            connection
-                .send_packed_command(cmd)
-                .await
-                .and_then(Value::extract_error)
+            once(connection, cmd, asking).await
         }
         answer => answer,
     }
+}
+
+async fn once(
+    connection: &mut MultiplexedConnection,
+    cmd: &Cmd,
+    asking: bool,
+) -> RedisResult<Value> {
+    if !asking {
+        let answer = connection.send_packed_command(cmd).await;
+        return answer.and_then(Value::extract_error);
+    }
+    // A pair: what is sent at one time by others must not come in between.
+    let mut pair = Pipeline::with_capacity(2);
+    pair.cmd("ASKING").add_command(cmd.clone());
+    let mut last = Value::Nil;
+    for answer in connection.send_packed_commands(&pair, 0, 2).await? {
+        last = answer.extract_error()?;
+    }
+    Ok(last)
 }

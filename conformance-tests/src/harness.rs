@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use leasehold_core::{Backend, Result};
+use leasehold_core::{Backend, Key, Result};
 
 use crate::fixtures::Missing;
 
@@ -169,5 +169,14 @@ pub trait Control: Send + Sync + 'static {
     /// If it cannot be done; the check fails. Called only if there are three members or more.
     async fn kill_leader(&self) -> anyhow::Result<()> {
         anyhow::bail!("there is no leader among {} servers", self.members())
+    }
+    /// Kills, for good, the server that leads the others where this key is, if keys are on different
+    /// servers.
+    ///
+    /// # Errors
+    /// As [`kill_leader`](Self::kill_leader).
+    async fn kill_leader_of(&self, key: &Key) -> anyhow::Result<()> {
+        let _everywhere = key;
+        self.kill_leader().await
     }
 }

@@ -204,6 +204,7 @@ async fn a_store_that_was_not_built_in_says_how() {
     if cfg!(not(feature = "redis")) {
         left_out.push(("redis://me:hunter2@host", "redis", "redis"));
         left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
+        left_out.push(("redis+cluster://a,b?prefix=a", "redis+cluster", "redis"));
         left_out.push(("redlock://a,b,c?max_ttl=5s", "redlock", "redis"));
     }
     if cfg!(not(feature = "etcd")) {
@@ -265,6 +266,8 @@ mod redis {
             ("redlock://a,b,a".into(), "given twice"),
             ("redis:".into(), "redis://localhost"),
             ("redis://host/orders".into(), "number of the database"),
+            ("redis+cluster://a,b/1".into(), "no other database than 0"),
+            ("redis+cluster://a,,b".into(), "names no host"),
         ] {
             let said = refusal(&url).await;
             assert!(said.contains(says), "{url}: {said}");
@@ -322,6 +325,8 @@ mod redis {
             "redis://me:hunter2@host:port",
             "redis://me:hunter2%@host/a",
             "rediss://hunter2:hunter2@host/a?ttl=1s",
+            "redis+cluster://me:hunter2@one,two/3",
+            "rediss+cluster://me:hunter2@one,two:port?ttl=1s",
         ] {
             let error = open(url).await.expect_err(url);
             let said = format!("{error} {error:?}");

@@ -26,7 +26,11 @@ fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
     vec![
         ("Memory", None, Memory::GUARANTEES),
         ("File", Some("backend-file/README.md"), Folder::GUARANTEES),
-        ("Redis", Some("backend-redis/README.md"), Redis::GUARANTEES),
+        (
+            "Redis, Redis Cluster",
+            Some("backend-redis/README.md"),
+            Redis::GUARANTEES,
+        ),
         (
             "Redlock",
             Some("backend-redis/REDLOCK.md"),

@@ -1,5 +1,5 @@
 -- Acquire: try, take a place in the queue, or ask again from it. May be sent any number of times for
--- one claim. Stands behind acquire_free.lua and hand_over.lua.
+-- one claim. Stands behind acquire_free.lua, hand_over.lua and find.lua.
 --
 -- ARGV  2 'leasehold:1 <claim> ', the lock's value in front of the token
 --       3 ttl ms
@@ -37,18 +37,23 @@ end
 local claim = string.match(mine, '%S+ (%S+)')
 local who = string.match(rest, '^ %d+ %d+ (.*)$')
 local known = ticket and tonumber(ticket)
-if ticket then
-  local old = find(claim, ticket)
-  if old then
-    known = known or tonumber(call('ZSCORE', QUEUE, old))
-    call('ZREM', QUEUE, old)
-  end
+local old = ticket and find(QUEUE, claim, ticket)
+if old then
+  known = known or tonumber(call('ZSCORE', QUEUE, old))
 end
 known = known or next_token()
 local now = math.floor(clock() / 1000)
-call('ZADD', QUEUE, digits(known), '1 ' .. claim .. ' ' .. digits(now + ttl) .. ' ' .. ttl .. ' ' .. who)
+local entry = '1 ' .. claim .. ' ' .. digits(now + ttl) .. ' ' .. ttl .. ' ' .. who
 local keep = math.max(600000, 2 * ttl)
-if call('PTTL', QUEUE) < keep * 0.9 then
+if old then
+  -- This is allowed when memory is full, and what follows it in a script is then allowed too.
+  call('PEXPIRE', QUEUE, digits(math.max(keep, call('PTTL', QUEUE))))
+end
+call('ZADD', QUEUE, digits(known), entry)
+if old and old ~= entry then
+  -- Behind ZADD: a node whose slot migrates does not let an emptied queue be filled again.
+  call('ZREM', QUEUE, old)
+elseif call('PTTL', QUEUE) < keep * 0.9 then
   call('PEXPIRE', QUEUE, digits(keep))
 end
 

@@ -1,6 +1,6 @@
 -- Shared by all scripts that grant a lock or hand it over: names, forms, tokens.
 --
--- KEYS  1 the lock  2 its queue  3 the server's token counter
+-- KEYS  1 the lock  2 its queue  3 the token counter, one for each server, in a cluster for each slot
 -- ARGV  1 floor: no token at or below it may be granted any more
 --
 -- The lock       leasehold:1 <claim> <token> <ttl ms> <since ms> <inbox> <owner> <label>
@@ -45,7 +45,7 @@ local function grant(mine, ttl, rest)
 end
 
 local function inbox(id)
-  return string.sub(TOKEN, 1, -6) .. 'inbox:' .. id
+  return string.match(TOKEN, '^.*leasehold:') .. 'inbox:' .. id
 end
 
 -- The fields of a queue entry: claim, deadline, ttl, who it is, and of that its inbox. Of a form that this
@@ -65,8 +65,10 @@ end
 
 -- Whoever is next would ask again after a third of its own ttl, which may be long after the lock of a
 -- holder with a shorter one has ended.
+--
+-- pcall: the queue may be gone by now, and then it is no longer there for a node whose slot migrates.
 local function tell_next(ttl)
-  local entry = call('ZRANGE', QUEUE, 0, 0)[1]
+  local entry = redis.pcall('ZRANGE', QUEUE, 0, 0)[1]
   -- Cheaply first: a claim has 36 letters.
   local own = entry and tonumber(string.match(entry, '^%d+ (%d+)', 40))
   if own and ttl * 3 < own then
@@ -101,25 +103,3 @@ local function hand_over(me)
     end
   end
 end
-
--- The queue's entry of a claim, or nil. `ticket` is its score, or '?' if the claim does not know it:
--- an answer was lost. Then it is looked for from the newest on.
-local function find(claim, ticket)
-  local mine = '1 ' .. claim .. ' '
-  local page, from = {}, 0
-  repeat
-    if ticket == '?' then
-      page = call('ZREVRANGE', QUEUE, from, from + 63)
-    else
-      page = call('ZRANGEBYSCORE', QUEUE, ticket, ticket)
-    end
-    for _, entry in ipairs(page) do
-      if string.sub(entry, 1, #mine) == mine then
-        return entry
-      end
-    end
-    from = from + 64
-  until ticket ~= '?' or #page < 64
-  return nil
-end
-

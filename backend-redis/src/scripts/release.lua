@@ -1,5 +1,5 @@
 -- Release and cancel: the claim neither holds the lock nor waits for it any more. Stands behind
--- release_free.lua and hand_over.lua.
+-- release_free.lua, hand_over.lua and find.lua.
 --
 -- ARGV  2 'leasehold:1 <claim> ', the lock's value in front of the token
 --       3 the claim's ticket, '?' if it may wait under one that it does not know, absent if it does not
@@ -10,7 +10,7 @@ local mine, ticket = ARGV[2], ARGV[3]
 
 -- 1. It leaves the queue.
 if ticket then
-  local entry = find(string.match(mine, '%S+ (%S+)'), ticket)
+  local entry = find(QUEUE, string.match(mine, '%S+ (%S+)'), ticket)
   if entry then
     call('ZREM', QUEUE, entry)
   end

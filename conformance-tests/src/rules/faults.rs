@@ -450,7 +450,7 @@ async fn leader_is_killed(cx: Cx) -> anyhow::Result<()> {
         cx.key(),
     );
     let guard = locks.lock(&key).await?;
-    control.kill_leader().await?;
+    control.kill_leader_of(&key).await?;
     // An election may take a while, and so may the renewal of all leases after it.
     let limit = after(ttl) + SOON;
     let next = within(limit, "locked again", until_locked(&locks, &cx.key())).await??;

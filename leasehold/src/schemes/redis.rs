@@ -26,6 +26,18 @@ pub(super) const TLS: Scheme = Scheme {
     ..PLAIN
 };
 
+pub(super) const CLUSTER: Scheme = Scheme {
+    name: "redis+cluster",
+    form: "redis+cluster://host,host",
+    ..PLAIN
+};
+
+pub(super) const CLUSTER_TLS: Scheme = Scheme {
+    name: "rediss+cluster",
+    form: "rediss+cluster://host,host",
+    ..TLS
+};
+
 #[cfg(feature = "redis")]
 fn open(address: Address) -> Opening {
     Box::pin(async move {
