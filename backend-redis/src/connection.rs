@@ -168,10 +168,13 @@ impl Connection {
             .query_async::<(u64, u64)>(&mut redis)
             .await;
         let (seconds, micros) = clock.map_err(|e| client.refused(&e, "+time"))?;
+        // At once: a claim may be waiting for its first connection to this server.
+        let mut load = redis::pipe();
         for script in client.minting.and_others() {
-            let loaded = script.load_async(&mut redis).await;
-            loaded.map_err(|e| client.refused(&e, "+script|load"))?;
+            load.load_script(script).ignore();
         }
+        let loaded = load.query_async::<()>(&mut redis).await;
+        loaded.map_err(|e| client.refused(&e, "+script|load"))?;
         let inbox = client.names.inbox(client.id);
         let subscribed = redis.subscribe(inbox).await;
         subscribed.map_err(|e| client.refused(&e, "+subscribe"))?;

@@ -299,9 +299,10 @@ impl Cluster {
                     self.looked_again().await;
                     waiting.pause().await;
                 }
+                Refusal::Gone if !manner.again => return Err(Failed::Said(line.client, e)),
                 Refusal::Gone => {
                     self.looked_again().await;
-                    if !manner.again || self.owner(slot) == line.owner {
+                    if self.owner(slot) == line.owner {
                         return Err(Failed::Said(line.client, e));
                     }
                 }
