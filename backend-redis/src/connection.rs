@@ -236,10 +236,7 @@ impl Connection {
         match self.call(&TOGETHER, &cmd).await {
             Ok(value) => match Together::answers(value) {
                 Some(answers) => replies.answer(answers),
-                None => {
-                    let count = replies.len();
-                    replies.answer(std::iter::repeat_n(Ok(Value::Nil), count));
-                }
+                None => replies.answer_all(Ok(Value::Nil)),
             },
             // Refused as a whole, before anything was done: a right that one of them lacks is none of the
             // others' business.
@@ -252,10 +249,7 @@ impl Connection {
                 }
                 replies.answer(answers);
             }
-            Err(e) => {
-                let count = replies.len();
-                replies.answer(std::iter::repeat_n(Err(e), count));
-            }
+            Err(e) => replies.answer_all(Err(e)),
         }
     }
 }

@@ -148,10 +148,13 @@ impl<C, A> Replies<C, A> {
         }
     }
 
-    /// How many they are.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.senders.len()
+    /// Gives the same answer to all calls.
+    pub fn answer_all(self, answer: A)
+    where
+        A: Clone,
+    {
+        let count = self.senders.len();
+        self.answer(std::iter::repeat_n(answer, count));
     }
 }
 
