@@ -293,7 +293,7 @@ impl Client {
 
     /// No token at or below it may be granted any more: the highest that this client knows of, and the
     /// server's clock when the connection was made, in µs.
-    fn floor(&self, connection: &Connection) -> u64 {
+    pub(crate) fn floor(&self, connection: &Connection) -> u64 {
         let highest = self.shared.highest_token.load(Ordering::Relaxed);
         highest.max(connection.server_clock)
     }

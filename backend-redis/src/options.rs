@@ -224,14 +224,10 @@ impl RedisOptions {
     /// translation of addresses, forwarded ports, containers. Once for each such node. With TLS, its
     /// certificate must be for the host it is reached by.
     #[must_use]
-    pub fn with_node_address(
-        mut self,
-        announced: (impl AsRef<str>, u16),
-        reached: (impl AsRef<str>, u16),
-    ) -> Self {
+    pub fn with_node_address(mut self, announced: (&str, u16), reached: (&str, u16)) -> Self {
         if let Some(cluster) = &mut self.cluster {
-            let announced = Node::new(announced.0.as_ref(), announced.1);
-            let reached = Node::new(reached.0.as_ref(), reached.1);
+            let announced = Node::new(announced.0, announced.1);
+            let reached = Node::new(reached.0, reached.1);
             cluster.reached.insert(announced, reached);
         }
         self

@@ -16,6 +16,8 @@ pub(crate) struct Minting {
     pub(crate) acquire: Script,
     pub(crate) release: Script,
     pub(crate) evict: Script,
+    /// Loaded with them: many of them in one call.
+    together: Option<&'static LazyLock<Script>>,
 }
 
 pub(crate) static ON_A_SERVER: LazyLock<Minting> = LazyLock::new(|| Minting {
@@ -32,6 +34,7 @@ pub(crate) static ON_A_SERVER: LazyLock<Minting> = LazyLock::new(|| Minting {
         "release.lua"
     ),
     evict: script!("hand_over.lua", "evict.lua"),
+    together: Some(&TOGETHER),
 });
 pub(crate) static IN_A_CLUSTER: LazyLock<Minting> = LazyLock::new(|| Minting {
     acquire: script!(
@@ -49,8 +52,27 @@ pub(crate) static IN_A_CLUSTER: LazyLock<Minting> = LazyLock::new(|| Minting {
         "release.lua"
     ),
     evict: script!("cluster_floor.lua", "hand_over.lua", "evict.lua"),
+    together: None,
 });
 pub(crate) static RENEW: LazyLock<Script> = LazyLock::new(|| script!("renew.lua"));
+/// Many of the three in one call, on a single server.
+pub(crate) static TOGETHER: LazyLock<Script> = LazyLock::new(|| {
+    script!(
+        "together_acquire.lua",
+        "acquire_free.lua",
+        "hand_over.lua",
+        "find.lua",
+        "acquire.lua",
+        "together_release.lua",
+        "release_free.lua",
+        "hand_over.lua",
+        "find.lua",
+        "release.lua",
+        "together_renew.lua",
+        "renew.lua",
+        "together.lua"
+    )
+});
 pub(crate) static HOLDER: LazyLock<Script> = LazyLock::new(|| script!("holder.lua"));
 pub(crate) static FREE: LazyLock<Script> = LazyLock::new(|| script!("free.lua"));
 pub(crate) static LEAVE: LazyLock<Script> = LazyLock::new(|| script!("find.lua", "leave.lua"));
@@ -58,8 +80,11 @@ pub(crate) static PROBE: LazyLock<Script> = LazyLock::new(|| script!("hand_over.
 
 impl Minting {
     /// What is loaded as soon as a connection stands: these, and the others that are used all the time.
-    pub(crate) fn and_others(&'static self) -> [&'static Script; 5] {
-        [&self.acquire, &self.release, &self.evict, &RENEW, &HOLDER]
+    pub(crate) fn and_others(&'static self) -> impl Iterator<Item = &'static Script> {
+        let minting = [&self.acquire, &self.release, &self.evict];
+        let others = [&*RENEW, &*HOLDER];
+        let together = self.together.map(|script| &**script);
+        minting.into_iter().chain(others).chain(together)
     }
 }
 

@@ -114,8 +114,8 @@ impl Servers {
         }
     }
 
-    /// Sends one request. All acquires, renewals and releases go through here: requests that meet
-    /// could travel together from here on.
+    /// Sends one request. All acquires, renewals and releases go through here; on a single server those
+    /// that meet travel together.
     ///
     /// `at` says where it was sent last, from before it leaves.
     ///
@@ -139,8 +139,15 @@ impl Servers {
     ) -> Result<Answered<Answer>> {
         let answered = match self {
             Self::One(client) => {
-                let make = |sender| request.command(sender);
-                one(client, line, make, at).await
+                let line = match line {
+                    Some(line) => line,
+                    None => Line::new(client.clone(), client.connection().await?),
+                };
+                let line = at.insert(line).clone();
+                let sent = Moment::now();
+                let sender = client.sender(&line.connection);
+                let said = line.connection.request(&request, sender).await;
+                line.answered(sent, said)
             }
             Self::Cluster(cluster) => cluster.request(line, request, at).await,
         };
@@ -179,7 +186,12 @@ impl Servers {
         make: impl Fn(Sender) -> (&'static Script, Cmd) + Send + Sync,
     ) -> Result<Answered<Value>> {
         let called = match self {
-            Self::One(client) => one(client, None, make, &mut None).await,
+            Self::One(client) => {
+                let line = Line::new(client.clone(), client.connection().await?);
+                let sent = Moment::now();
+                let said = line.send(make).await;
+                line.answered(sent, said)
+            }
             Self::Cluster(cluster) => cluster.call(keys.slot, again, make).await,
         };
         Ok(called?)
@@ -275,28 +287,6 @@ impl Servers {
     }
 }
 
-async fn one(
-    client: &Arc<Client>,
-    line: Option<Line>,
-    make: impl Fn(Sender) -> (&'static Script, Cmd) + Send + Sync,
-    at: &mut Option<Line>,
-) -> Result<Answered<Value>, Failed> {
-    let line = match line {
-        Some(line) => line,
-        None => Line::new(client.clone(), client.connection().await?),
-    };
-    let line = at.insert(line);
-    let sent = Moment::now();
-    match line.send(make).await {
-        Ok(answer) => Ok(Answered {
-            answer,
-            sent,
-            line: line.clone(),
-        }),
-        Err(e) => Err(Failed::Said(client.clone(), e)),
-    }
-}
-
 impl Line {
     /// To a server that has all slots, if there are any.
     pub(crate) fn new(client: Arc<Client>, connection: Arc<Connection>) -> Self {
@@ -315,6 +305,17 @@ impl Line {
     ) -> RedisResult<Value> {
         let (script, cmd) = make(self.client.sender(&self.connection));
         self.connection.call_as(script, &cmd, self.asking).await
+    }
+
+    fn answered(self, sent: Moment, said: RedisResult<Value>) -> Result<Answered<Value>, Failed> {
+        match said {
+            Ok(answer) => Ok(Answered {
+                answer,
+                sent,
+                line: self,
+            }),
+            Err(e) => Err(Failed::Said(self.client, e)),
+        }
     }
 }
 

@@ -20,7 +20,9 @@ use crate::client::{Client, Shared};
 use crate::error;
 use crate::names::Names;
 use crate::request::{Place, Request, Sender};
+use crate::script::{self, FREE, LEAVE};
 use crate::servers::{Answered, Failed, Line, Standing};
+use crate::value;
 
 /// The nodes of a Redis Cluster, and the way of each request to the node that has its lock.
 ///
@@ -140,25 +142,27 @@ impl Cluster {
         let slot = request.keys().slot;
         let make = |sender| request.command(sender);
         let Request::Release { claim, place, keys } = request else {
-            let manner = Manner {
-                again: !matches!(request, Request::Free { .. }),
-                wait: true,
-            };
-            return self.route(slot, manner, make, line, at).await;
+            return self.route(slot, Manner::AGAIN, make, line, at).await;
         };
-        let manner = Manner {
-            again: false,
-            wait: false,
-        };
-        match self.route(slot, manner, make, line, at).await {
+        match self.route(slot, Manner::IMPATIENT, make, line, at).await {
             Err(Failed::Moving(_)) => {}
             answered => return answered,
         }
         // In this order: out of the queue, it is handed nothing any more.
         if matches!(place, Place::Ticket(_) | Place::Unknown) {
-            Box::pin(self.request(None, Request::Leave { claim, place, keys }, &mut None)).await?;
+            let leave = |_| {
+                let mut call = script::call(&LEAVE, &[&keys.queue]);
+                call.arg(claim.to_string()).arg(place.to_string());
+                (&*LEAVE, call)
+            };
+            self.route(slot, Manner::AGAIN, leave, None, at).await?;
         }
-        Box::pin(self.request(None, Request::Free { claim, keys }, at)).await
+        let free = |_| {
+            let mut call = script::call(&FREE, &[&keys.lock]);
+            call.arg(value::mine(claim));
+            (&*FREE, call)
+        };
+        self.route(slot, Manner::ONCE, free, None, at).await
     }
 
     /// Calls a script that is no [`Request`]. `again`: it may be sent again if the first was not
@@ -169,7 +173,7 @@ impl Cluster {
         again: bool,
         make: impl Fn(Sender) -> (&'static Script, Cmd) + Send + Sync,
     ) -> Result<Answered<Value>, Failed> {
-        let manner = Manner { again, wait: true };
+        let manner = if again { Manner::AGAIN } else { Manner::ONCE };
         self.route(slot, manner, make, None, &mut None).await
     }
 
@@ -432,7 +436,7 @@ impl Cluster {
         for nodes in nodes.chunks(ASKED) {
             match self.ask(nodes).await {
                 Ok(topology) => {
-                    self.learn(topology);
+                    self.learn(&topology);
                     return Ok(());
                 }
                 Err(e) => failed = Some(e),
@@ -484,9 +488,9 @@ impl Cluster {
         }
     }
 
-    fn learn(&self, topology: Topology) {
+    fn learn(&self, topology: &Topology) {
         let changed = self.topology.send_if_modified(|known| {
-            let changed = !known.agrees(&topology);
+            let changed = !known.agrees(topology);
             *known = Arc::new(topology.clone());
             changed
         });
@@ -533,6 +537,21 @@ struct Manner {
     again: bool,
     /// It waits a while for a slot that moves.
     wait: bool,
+}
+
+impl Manner {
+    const AGAIN: Self = Self {
+        again: true,
+        wait: true,
+    };
+    const ONCE: Self = Self {
+        again: false,
+        wait: true,
+    };
+    const IMPATIENT: Self = Self {
+        again: false,
+        wait: false,
+    };
 }
 
 /// What an answer says about slots.
