@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis_cluster::RedisCluster;
 use leasehold_core::{Backend, Error, ErrorKind, Locks, Moment, Result};
-use leasehold_redis::{Redis, RedisOptions};
+use leasehold_redis::{Redis, RedisOptions, RedlockOptions};
 use redis::Value;
 use redis::aio::MultiplexedConnection;
 use support::*;
@@ -728,6 +728,9 @@ fn urls_of_clusters_are_read_and_malformed_ones_refused() {
         let error = failed(RedisOptions::cluster(urls));
         assert_eq!(error.kind(), ErrorKind::Invalid, "{urls:?}: {error}");
     }
+    let nodes = ["redis://a", "redis+cluster://b", "redis://c"];
+    let error = failed(RedlockOptions::new(nodes));
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
 }
 
 #[tokio::test]

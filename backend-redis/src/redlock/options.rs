@@ -31,8 +31,8 @@ impl RedlockOptions {
     /// Reads the URLs of 3, 5 or 7 independent servers, each as in [`RedisOptions::new`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a malformed URL, another number of nodes, or a node that is named
-    /// twice.
+    /// [`ErrorKind::Invalid`] for a malformed URL, another number of nodes, a node that is named twice, or
+    /// one that is named as a cluster.
     pub fn new(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Self> {
         let nodes = urls.into_iter().map(RedisOptions::new);
         Self::from_nodes(nodes.collect::<Result<Vec<_>>>()?)
@@ -41,7 +41,8 @@ impl RedlockOptions {
     /// The same with options for each node: certificates, users.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for another number of nodes than 3, 5 or 7, or a node that is named twice.
+    /// [`ErrorKind::Invalid`] for another number of nodes than 3, 5 or 7, a node that is named twice, or
+    /// one that is named as a cluster.
     pub fn from_nodes(nodes: impl IntoIterator<Item = RedisOptions>) -> Result<Self> {
         let nodes: Vec<_> = nodes.into_iter().collect();
         if ![3, 5, 7].contains(&nodes.len()) {
@@ -49,6 +50,13 @@ impl RedlockOptions {
                 "Redlock needs 3, 5 or 7 independent servers, {} are given: an even number bears no \
                  more failures than one less",
                 nodes.len()
+            )));
+        }
+        if let Some(cluster) = nodes.iter().find(|node| node.nodes().is_some()) {
+            return Err(invalid(format!(
+                "a node of Redlock is a server that is independent of the others, and {} is named as a \
+                 cluster: begin it with redis:// if it is none",
+                cluster.address()
             )));
         }
         for (index, node) in nodes.iter().enumerate() {
