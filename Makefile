@@ -18,7 +18,7 @@ test: toolchain
 verify: toolchain
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
-	@for features in "" file redis etcd zk postgres; do \
+	@for features in "" file redis etcd zk zk-tls postgres; do \
 	echo "leasehold with the features: $${features:-none}"; \
 	$(CARGO) check --quiet --locked --package leasehold --no-default-features --features "$$features" || exit 1; \
 	done

@@ -62,7 +62,7 @@ impl Etcd {
     /// - [`ErrorKind::Unsupported`] if the server is older than etcd 3.4, or outside of a tokio runtime.
     /// - [`ErrorKind::Invalid`] for options that contradict each other or cannot be read.
     /// - [`ErrorKind::Other`] if user or password is wrong, or the user may not use the prefix; it says
-    ///   which right to grant.
+    ///   which right to grant. Or if one side does not accept the other's certificate.
     ///
     /// # Cancel safety
     /// As [`connect`](Self::connect).

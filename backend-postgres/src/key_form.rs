@@ -118,6 +118,19 @@ mod tests {
         );
     }
 
+    /// As the first 64 bits go; a digest of 32 would have more than a hundred meet.
+    #[test]
+    fn a_million_names_never_meet() {
+        let mut ids: Vec<LockId> = (0..1_000_000)
+            .map(|number| hashed(&format!("order:{number}")))
+            .collect();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), 1_000_000);
+        // Equal in CRC-32.
+        assert_ne!(hashed("plumless"), hashed("buckeroo"));
+    }
+
     #[test]
     fn numbers_have_one_spelling() {
         assert_eq!(id(KeyForm::Bigint, "42"), Some(42));

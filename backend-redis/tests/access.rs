@@ -6,6 +6,7 @@ mod support;
 use std::path::Path;
 use std::process::Command;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_core::{Backend, Error, ErrorKind};
 use leasehold_redis::{Redis, RedisOptions};
 use support::*;
@@ -74,6 +75,7 @@ fn urls_of_every_form_are_read() {
 
 #[tokio::test]
 async fn a_password_is_asked_for_and_never_shown() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--requirepass", PASSWORD]).await;
     let address = format!("127.0.0.1:{}", server.port());
 
@@ -123,6 +125,7 @@ fn listed_rights() -> Vec<&'static str> {
 /// listed; each one that is taken away is asked for by name.
 #[tokio::test]
 async fn a_user_with_the_listed_rights_can_do_everything_and_a_missing_one_is_named() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let mut raw = raw(&server).await;
     let rights = listed_rights();
@@ -183,6 +186,7 @@ async fn a_user_with_the_listed_rights_can_do_everything_and_a_missing_one_is_na
 /// Case 30: the key holds a list, or the queue's place is taken: an error, and the data is left alone.
 #[tokio::test]
 async fn other_data_in_the_place_of_a_lock_is_left_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     raw.run("RPUSH lock:list one two").await;
@@ -252,6 +256,7 @@ async fn a_server_without_resp3_is_refused() {
 
 #[tokio::test]
 async fn a_node_of_a_cluster_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--cluster-enabled", "yes"]).await;
     raw(&server)
         .await
@@ -268,6 +273,7 @@ async fn a_node_of_a_cluster_is_refused() {
 
 #[tokio::test]
 async fn a_read_only_replica_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let primary = server([]).await;
     let port = primary.port().to_string();
     let replica = server(["--replicaof", &format!("127.0.0.1 {port}")]).await;
@@ -303,6 +309,7 @@ fn outside_of_a_runtime_it_is_an_error() {
 #[cfg(unix)]
 #[tokio::test]
 async fn a_unix_socket_will_do() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--unixsocket", "{folder}/socket"]).await;
     let socket = server.process().folder().join("socket");
     let client = Redis::connect(format!("unix://{}", socket.display()))
@@ -386,6 +393,7 @@ fn certificates(folder: &Path) {
 
 #[tokio::test]
 async fn tls_with_an_authority_and_a_client_certificate_of_ones_own() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path());
     let file = |name: &str| folder.path().join(name).display().to_string();

@@ -5,6 +5,7 @@ mod support;
 
 use std::time::Duration;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_core::{Backend, ErrorKind, Moment};
 use leasehold_redis::Redis;
 use support::*;
@@ -13,6 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 /// Case 6: the server forgets the scripts between acquire, renewal and release.
 #[tokio::test]
 async fn forgotten_scripts_are_loaded_again_unseen() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     raw.run("SCRIPT FLUSH").await;
@@ -34,6 +36,7 @@ async fn forgotten_scripts_are_loaded_again_unseen() {
 /// Case 6: restarted with its data, the server still has the lock and the queue.
 #[tokio::test]
 async fn a_restart_with_persistence_loses_no_lock_and_no_place() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--appendonly", "yes", "--appendfsync", "always"]).await;
     let (client, other) = (connect(&server).await, connect(&server).await);
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -62,6 +65,7 @@ async fn a_restart_with_persistence_loses_no_lock_and_no_place() {
 /// Case 6: restarted without its data, the lock is gone; that is said, and waiters get it.
 #[tokio::test]
 async fn a_restart_without_persistence_loses_the_lock_and_says_so() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -77,6 +81,7 @@ async fn a_restart_without_persistence_loses_the_lock_and_says_so() {
 
 #[tokio::test]
 async fn flushall_loses_the_lock_and_waiters_come_back_in_bounded_time() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -91,6 +96,7 @@ async fn flushall_loses_the_lock_and_waiters_come_back_in_bounded_time() {
 /// Case 7: the waiter's connection, and with it its inbox, is cut before the holder releases.
 #[tokio::test]
 async fn a_waiter_whose_connection_was_cut_is_served() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, other, mut raw) = (
         connect(&server).await,
@@ -116,6 +122,7 @@ async fn a_waiter_whose_connection_was_cut_is_served() {
 
 #[tokio::test]
 async fn a_paused_server_loses_nothing_that_lasts_longer() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -131,6 +138,7 @@ async fn a_paused_server_loses_nothing_that_lasts_longer() {
 /// who hold and wait.
 #[tokio::test]
 async fn a_stopped_server_is_unavailable_and_then_goes_on() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -156,6 +164,7 @@ async fn a_stopped_server_is_unavailable_and_then_goes_on() {
 
 #[tokio::test]
 async fn a_server_that_is_gone_is_unavailable_and_waiters_wait_for_it() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let _hold = granted(&client, &claim("a", LONG)).await;
@@ -176,6 +185,7 @@ async fn a_server_that_is_gone_is_unavailable_and_waiters_wait_for_it() {
 /// Case 54: `maxmemory` is reached and nothing may be thrown away.
 #[tokio::test]
 async fn with_its_memory_full_renewals_and_hand_offs_work_and_new_locks_are_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let ttl = Duration::from_secs(3);
@@ -202,6 +212,7 @@ async fn with_its_memory_full_renewals_and_hand_offs_work_and_new_locks_are_refu
 /// Cancelled wherever it is, an acquire leaves nothing: here with many at once, on one connection.
 #[tokio::test]
 async fn cancelled_acquires_leave_no_places() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -230,6 +241,7 @@ fn runtime() -> Runtime {
 /// The runtime of the connection ends; the next one that is used opens another.
 #[test]
 fn used_from_another_runtime_after_the_first_has_ended_it_reconnects() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let (first, second) = (runtime(), runtime());
     let server = second.block_on(server([]));
     let client = first.block_on(connect(&server));
@@ -253,6 +265,7 @@ fn used_from_another_runtime_after_the_first_has_ended_it_reconnects() {
 /// The runtime of the connection lives but nobody runs it.
 #[test]
 fn a_connection_whose_runtime_stands_still_is_replaced() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let second = runtime();
     let server = second.block_on(server([]));
     let still = Builder::new_current_thread().enable_all().build().unwrap();
@@ -290,6 +303,7 @@ async fn eventually(mut attempt: impl AsyncFnMut() -> leasehold_core::Result<()>
 
 #[tokio::test]
 async fn close_ends_everything() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client: Redis = connect(&server).await;
     let waiter = {

@@ -54,6 +54,7 @@ async fn is_taken(client: &Redlock, name: &str) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_of_five_nodes_may_be_silent_or_dead_and_are_not_waited_for() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(5).await;
     // Whoever waited for a silent node would not be done in time.
     let client = connect(options(&servers).with_node_timeout(10 * SOON)).await;
@@ -80,6 +81,7 @@ async fn two_of_five_nodes_may_be_silent_or_dead_and_are_not_waited_for() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_majority_it_fails_and_leaves_nothing() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(5).await;
     let client = connect(options(&servers).with_node_timeout(Duration::from_millis(500))).await;
     let other = connect(options(&servers)).await;
@@ -104,6 +106,7 @@ async fn without_a_majority_it_fails_and_leaves_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_majority_that_comes_too_late_is_given_back() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(5).await;
     let mut proxies = Vec::new();
     let mut urls = urls(&servers);
@@ -175,11 +178,13 @@ async fn restarted_empty(guard: bool) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_came_back_empty_does_not_vote_until_old_holders_are_gone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     assert!(restarted_empty(true).await, "two held it");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_guard_it_gives_one_lock_to_two() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     assert!(
         !restarted_empty(false).await,
         "the test above shows nothing"
@@ -188,6 +193,7 @@ async fn without_the_guard_it_gives_one_lock_to_two() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nodes_that_do_not_vote_yet_are_an_error_to_those_who_do_not_wait() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3).await;
     let client = connect(RedlockOptions::new(urls(&servers)).unwrap()).await;
     let error = failed(client.acquire(&claim("a", Duration::from_secs(30))).await);
@@ -197,6 +203,7 @@ async fn nodes_that_do_not_vote_yet_are_an_error_to_those_who_do_not_wait() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_rise_while_nodes_lose_their_data_and_little_is_left_behind() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(5).await;
     let clients = [
         connect(options(&servers)).await,
@@ -224,6 +231,7 @@ async fn tokens_rise_while_nodes_lose_their_data_and_little_is_left_behind() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn other_data_is_left_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3).await;
     let client = connect(options(&servers)).await;
     for raw in &mut raws(&servers).await {
@@ -241,6 +249,7 @@ async fn other_data_is_left_alone() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lock_of_another_program_excludes_ours_and_is_shown() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3).await;
     let client = connect(options(&servers)).await;
     let mut raws = raws(&servers).await;
@@ -285,6 +294,7 @@ async fn wrong_sets_of_nodes_are_refused() {
 /// A release is answered once a majority has let go; the other votes may be there for a moment.
 #[tokio::test(flavor = "multi_thread")]
 async fn votes_of_a_minority_are_no_lock_that_could_be_taken_away() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(5).await;
     let client = connect(options(&servers)).await;
     let operator = connect(options(&servers)).await;

@@ -22,7 +22,8 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     redlock::SCHEME,
     etcd::PLAIN,
     etcd::TLS,
-    zk::SCHEME,
+    zk::PLAIN,
+    zk::TLS,
     postgres::SHORT,
     postgres::LONG,
 ];

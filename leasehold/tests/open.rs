@@ -212,6 +212,7 @@ async fn a_store_that_was_not_built_in_says_how() {
     }
     if cfg!(not(feature = "zk")) {
         left_out.push(("zk://me:hunter2@host,other/chroot", "zk", "zk"));
+        left_out.push(("zks://me:hunter2@host,other/chroot", "zks", "zk-tls"));
     }
     for (url, scheme, feature) in left_out {
         let error = open(url).await.expect_err("not built in");
@@ -275,11 +276,7 @@ mod redis {
     async fn a_server_is_opened_with_its_options() {
         let server = match leasehold_conformance::fixtures::redis::Redis::find().await {
             Ok(server) => server,
-            Err(missing) => {
-                assert!(!missing.is_required(), "{missing}");
-                eprintln!("not tried: {missing}");
-                return;
-            }
+            Err(missing) => return missing.skip(),
         };
         let url = server.url();
         let here = opened(&format!(
@@ -373,11 +370,7 @@ mod etcd {
     async fn a_cluster_is_opened_with_its_options() {
         let cluster = match leasehold_conformance::fixtures::etcd::Etcd::find(1).await {
             Ok(cluster) => cluster,
-            Err(missing) => {
-                assert!(!missing.is_required(), "{missing}");
-                eprintln!("not tried: {missing}");
-                return;
-            }
+            Err(missing) => return missing.skip(),
         };
         let url = format!("etcd://{}", cluster.endpoints());
         let here = opened(&format!(
@@ -480,6 +473,18 @@ mod zk {
             ),
             ("zk://host:port".into(), "zk://host1:2181,host2:2181"),
             ("zk://hunter2@host".into(), "user:password"),
+            (
+                format!("{server}?client_key=/a"),
+                "a zk: URL has no option client_key",
+            ),
+            (
+                "zks://127.0.0.1:1?client_key=/a".into(),
+                "give both client_certificate and client_key",
+            ),
+            (
+                "zks://127.0.0.1:1?certificate_authority=/no/such/file".into(),
+                "certificate_authority=/no/such/file names a file that cannot be read",
+            ),
         ] {
             let said = refusal(&url).await;
             assert!(said.contains(says), "{url}: {said}");
@@ -503,11 +508,7 @@ mod zk {
     async fn a_server_is_opened_with_its_options() {
         let servers = match leasehold_conformance::fixtures::zookeeper::ZooKeeper::find(1).await {
             Ok(servers) => servers,
-            Err(missing) => {
-                assert!(!missing.is_required(), "{missing}");
-                eprintln!("not tried: {missing}");
-                return;
-            }
+            Err(missing) => return missing.skip(),
         };
         let url = servers.url();
         let here = opened(&format!("{url}/a?prefix=/here&connect_timeout=20s")).await;
@@ -518,6 +519,39 @@ mod zk {
         assert_eq!(error.kind(), ErrorKind::Timeout);
         let apart = elsewhere.try_lock("open").await.expect("answered");
         assert!(apart.is_some());
+        guard.release().await.expect("released");
+    }
+
+    #[cfg(not(feature = "zk-tls"))]
+    #[tokio::test]
+    async fn without_the_feature_there_is_no_tls() {
+        let error = open("zks://127.0.0.1:1").await.expect_err("not built in");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("`zk-tls`"), "{error}");
+    }
+
+    #[cfg(feature = "zk-tls")]
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_is_opened_over_tls() {
+        use leasehold_conformance::fixtures::certificates::Authority;
+        use leasehold_conformance::fixtures::zookeeper::ZooKeeperEnsemble;
+
+        leasehold_conformance::skip_without!(
+            ZooKeeperEnsemble::missing().or_else(|| Authority::missing("zookeeper"))
+        );
+        let authority = Authority::new().expect("made");
+        let own = authority.sign("server").expect("signed");
+        let tls = ZooKeeperEnsemble::with_tls(&authority, &own);
+        let servers = ZooKeeperEnsemble::start(1, &tls).await.expect("started");
+        let client = authority.sign("client").expect("signed");
+        let url = format!(
+            "zks://{}?certificate_authority={}&client_certificate={}&client_key={}",
+            servers.secure_server(0),
+            authority.certificate().display(),
+            client.certificate.display(),
+            client.key.display()
+        );
+        let guard = opened(&url).await.lock("open").await.expect("free");
         guard.release().await.expect("released");
     }
 }
