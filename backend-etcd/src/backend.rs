@@ -71,7 +71,9 @@ impl Etcd {
         runtime()?;
         let link = Link::start(options.clone());
         let mut guarantees = Self::GUARANTEES;
-        guarantees.shortest_ttl = look_whether_it_will_do(&link, &options).await?;
+        guarantees.shortest_ttl = look_whether_it_will_do(&link, &options)
+            .await
+            .map_err(|error| hinted(&error, &options))?;
         Ok(Self {
             options,
             guarantees,
@@ -113,6 +115,17 @@ impl Etcd {
         };
         let mut found = link.endpoints.request(REQUEST_LIMIT, request).await?;
         Ok(found.take_kvs().into_iter().next())
+    }
+}
+
+/// Servers that want TLS, or a certificate, often just close the connection: then the first error of all
+/// says what to look at.
+fn hinted(error: &Error, options: &EtcdOptions) -> Error {
+    match options.tls_hint() {
+        hint if error.kind() == ErrorKind::Unavailable => {
+            Error::new(ErrorKind::Unavailable, format!("{error}; {hint}"))
+        }
+        _ => error.clone(),
     }
 }
 

@@ -13,7 +13,10 @@ fn on_no_server() {
     if std::env::var_os(SKIPPING).is_none() {
         return;
     }
-    skip_without!(Some(Missing::new("nowhere", "no such server was ever built")));
+    skip_without!(Some(Missing::new(
+        "nowhere",
+        "no such server was ever built"
+    )));
     unreachable!("it is skipped");
 }
 
