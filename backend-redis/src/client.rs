@@ -1,3 +1,4 @@
+use std::cell::RefCell;
 use std::fmt;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -6,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use leasehold_core::{Error, ErrorKind, Moment, Result};
-use redis::RedisError;
+use redis::{RedisError, Script};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -18,6 +19,7 @@ use crate::connection::{Connection, no_runtime};
 use crate::error;
 use crate::inbox::{Inbox, Orphan};
 use crate::names::{LockKeys, Names};
+use crate::redlock;
 use crate::request::{Answer, Place, Request, Sender};
 use crate::script::{self, PROBE};
 
@@ -46,7 +48,7 @@ pub(crate) struct Client {
     highest_token: AtomicU64,
     /// Cancels that are not through yet.
     cancels: watch::Sender<usize>,
-    /// Hears all messages in place of the inbox.
+    /// Hears all messages in place of the inbox: that of a node of a Redlock.
     listener: Option<Listener>,
 }
 
@@ -55,8 +57,8 @@ pub(crate) type Listener = Box<dyn Fn(&str) + Send + Sync>;
 
 enum State {
     Up(Arc<Connection>),
-    /// The connection of this number.
-    Opening(u64),
+    /// The connection of this number, and why the attempt before it failed.
+    Opening(u64, Option<Error>),
     /// `Some`: why the last attempt failed.
     Down(Option<Error>),
     Closed,
@@ -116,6 +118,7 @@ impl Client {
         let mut state = self.state.subscribe();
         self.open_if_down()?;
         let mut again = true;
+        let mut attempt = None;
         loop {
             let orphaned = match &*state.borrow_and_update() {
                 State::Up(connection) => return Ok(connection.clone()),
@@ -123,7 +126,14 @@ impl Client {
                 State::Down(Some(e)) => return Err(e.clone()),
                 // The runtime that was to open it has ended.
                 State::Down(None) => true,
-                State::Opening(_) => false,
+                // Somebody else began the next one before this was polled.
+                State::Opening(number, Some(e)) if attempt.is_some_and(|it| it != *number) => {
+                    return Err(e.clone());
+                }
+                State::Opening(number, _) => {
+                    attempt = Some(*number);
+                    false
+                }
             };
             if orphaned && again {
                 again = false;
@@ -248,6 +258,14 @@ impl Client {
         drop(connection.runtime.spawn(task));
     }
 
+    /// What is loaded as soon as a connection stands.
+    pub(crate) fn scripts(&self) -> Vec<&'static Script> {
+        match &self.listener {
+            Some(_) => redlock::script::all().into(),
+            None => script::all().into(),
+        }
+    }
+
     /// A message came on connection `number`.
     pub(crate) fn message(self: &Arc<Self>, number: u64, text: &str) {
         if let Some(listener) = &self.listener {
@@ -355,8 +373,15 @@ impl Client {
     fn open_if_down(self: &Arc<Self>) -> Result<()> {
         let runtime = Handle::try_current().map_err(|_| no_runtime())?;
         let number = self.next_number();
-        let down = |state: &State| matches!(state, State::Down(_));
-        if self.replace_if(down, || State::Opening(number)) {
+        let failed = RefCell::new(None);
+        let down = |state: &State| match state {
+            State::Down(e) => {
+                failed.replace(e.clone());
+                true
+            }
+            _ => false,
+        };
+        if self.replace_if(down, || State::Opening(number, failed.take())) {
             let attempt = Attempt(self.clone(), number);
             let task = async move {
                 let client = &attempt.0;
@@ -486,7 +511,7 @@ struct Attempt(Arc<Client>, u64);
 
 impl Attempt {
     fn is_on(&self, state: &State) -> bool {
-        matches!(state, State::Opening(number) if *number == self.1)
+        matches!(state, State::Opening(number, _) if *number == self.1)
     }
 }
 

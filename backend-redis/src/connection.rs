@@ -43,7 +43,8 @@ const REQUESTS: usize = 2;
 const TOGETHER_AT_MOST: usize = 128;
 
 impl Connection {
-    /// Connects and signs in, loads the scripts and opens the inbox.
+    /// Connects and signs in, loads the scripts and opens the inbox; warns of a server that may throw
+    /// locks away.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the server cannot be reached, [`ErrorKind::Unsupported`] if it
@@ -121,8 +122,7 @@ impl Connection {
         (self.server_clock / 1000).saturating_add(elapsed)
     }
 
-    /// Tries all that will be used, so that a missing right shows now and not when somebody waits,
-    /// and warns of a server that may throw locks away.
+    /// Tries all that will be used, so that a missing right shows now and not when somebody waits.
     ///
     /// # Errors
     /// [`ErrorKind::Other`] with the ACL rules that are missing; [`ErrorKind::Unsupported`] if the
@@ -143,13 +143,6 @@ impl Connection {
             .map_err(|e| refused(e, "+evalsha"))?;
         client.check_rights(&failed)?;
 
-        if let Some(policy) = evicting(&mut redis).await {
-            warn!(
-                target: "leasehold",
-                server = %client.address, policy,
-                "this server may throw locks away when its memory is full: set maxmemory-policy to noeviction"
-            );
-        }
         Ok(())
     }
 
@@ -182,13 +175,21 @@ impl Connection {
             .query_async::<(u64, u64)>(&mut redis)
             .await;
         let (seconds, micros) = clock.map_err(|e| client.refused(&e, "+time"))?;
-        for script in script::all() {
+        for script in client.scripts() {
             let loaded = script.load_async(&mut redis).await;
             loaded.map_err(|e| client.refused(&e, "+script|load"))?;
         }
         let inbox = client.names.inbox(client.id);
         let subscribed = redis.subscribe(inbox).await;
         subscribed.map_err(|e| client.refused(&e, "+subscribe"))?;
+        // On every connection: a server may come back set up differently.
+        if let Some(policy) = evicting(&mut redis).await {
+            warn!(
+                target: "leasehold",
+                server = %client.address, policy,
+                "this server throws locks away when its memory is full, and then two may hold one: set maxmemory-policy to noeviction"
+            );
+        }
         Ok(Arc::new_cyclic(|connection: &Weak<Self>| {
             let connection = connection.clone();
             Self {
@@ -305,7 +306,8 @@ impl Drop for Unanswered<'_> {
     }
 }
 
-/// The policy by which a server throws keys away, if it does and lets us know.
+/// The policy by which a server throws keys away, if it does and lets us know. It need not: the right
+/// to ask may be missing.
 async fn evicting(redis: &mut MultiplexedConnection) -> Option<String> {
     let info: String = redis::cmd("INFO")
         .arg("memory")

@@ -58,7 +58,15 @@ pub(crate) fn is_wrong_type(error: &RedisError) -> bool {
 fn meaning(error: &RedisError) -> (ErrorKind, &'static str) {
     use redis::ErrorKind as Client;
     if error.is_io_error() || error.is_connection_dropped() || error.is_timeout() {
-        return (ErrorKind::Unavailable, "no connection");
+        let text = describe(error);
+        // Which no repetition mends.
+        let refused = CERTIFICATES
+            .iter()
+            .find(|(words, _)| words.iter().any(|word| text.contains(word)));
+        return match refused {
+            Some((_, advice)) => (ErrorKind::Other, *advice),
+            None => (ErrorKind::Unavailable, "no connection"),
+        };
     }
     match error.kind() {
         Client::RESP3NotSupported => return (ErrorKind::Unsupported, TOO_OLD),
@@ -79,6 +87,29 @@ fn meaning(error: &RedisError) -> (ErrorKind, &'static str) {
 const TOO_OLD: &str = "Redis 6.0 or newer is needed, one that speaks RESP3";
 const SIGN_IN: &str = "signing in was refused, check the username and the password";
 const NO_RIGHT: &str = "a right is missing, the README of leasehold-redis lists the ACL rules";
+
+/// What TLS says of certificates: ours of the server's, and the server of ours.
+const CERTIFICATES: &[(&[&str], &str)] = &[
+    (
+        &["invalid peer certificate"],
+        "its certificate is not trusted, name the authority that signed it with \
+         with_certificate_authority",
+    ),
+    (
+        &[
+            "CertificateRequired",
+            "BadCertificate",
+            "CertificateUnknown",
+            "CertificateExpired",
+            "CertificateRevoked",
+            "UnsupportedCertificate",
+            "UnknownCA",
+            "AccessDenied",
+        ],
+        "it does not accept our certificate, give one that its authority signed with \
+         with_client_certificate",
+    ),
+];
 
 /// What the server's words mean, the first that occurs wins.
 const ANSWERS: &[(&[&str], ErrorKind, &str)] = &[
