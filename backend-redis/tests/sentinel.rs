@@ -22,13 +22,18 @@ async fn group() -> SentinelGroup {
     SentinelGroup::start_with([""; 0], [""; 0]).await.unwrap()
 }
 
+/// With a limit that a busy machine keeps.
+fn options(group: &SentinelGroup) -> RedisOptions {
+    let options = RedisOptions::new(group.url()).unwrap();
+    options.with_connect_timeout(SOON)
+}
+
 async fn client(group: &SentinelGroup) -> Redis {
-    Redis::connect(group.url()).await.unwrap()
+    Redis::connect_with(options(group)).await.unwrap()
 }
 
 async fn confirmed(group: &SentinelGroup, replicas: usize) -> Redis {
-    let options = RedisOptions::new(group.url()).unwrap();
-    let options = options.with_replicas(replicas);
+    let options = options(group).with_replicas(replicas);
     Redis::connect_with(options).await.unwrap()
 }
 
@@ -72,10 +77,15 @@ fn quick(name: &str) -> leasehold_core::Claim {
     claim
 }
 
+/// The inboxes that are open at a server.
+async fn inboxes(port: u16) -> Vec<String> {
+    let channels = ask(port, "PUBSUB CHANNELS lock:leasehold:inbox:*").await;
+    channels.unwrap_or_default()
+}
+
 /// Whether a client of ours has its connection to this server.
 async fn has_client(server: &RedisServer) -> bool {
-    let clients = ask(server.port(), "CLIENT LIST TYPE pubsub").await;
-    clients.unwrap_or_default().join("").contains("id=")
+    !inboxes(server.port()).await.is_empty()
 }
 
 /// The master is killed while one holds and another waits. What the replicas had is still held, by
@@ -99,15 +109,8 @@ async fn a_killed_master_is_followed_by_holder_and_waiter() {
     assert!(!hold.validity().is_ended());
     // Both are back in their places before it is released: who is not there is passed over.
     let port = group.servers()[master].port();
-    let inboxes = async {
-        while ask(port, "PUBSUB CHANNELS lock:leasehold:inbox:*")
-            .await
-            .unwrap()
-            .len()
-            < 2
-        {}
-    };
-    within(FAILOVER, "both clients are back", inboxes).await;
+    let back = async { while inboxes(port).await.len() < 2 {} };
+    within(FAILOVER, "both clients are back", back).await;
     assert!(is_taken(&client(&group).await, "a").await);
     hold.release().await.unwrap();
     let mut first = served(FAILOVER, first).await;
@@ -235,14 +238,7 @@ fn a_waiter_whose_inbox_is_at_the_demoted_master_keeps_its_place() {
         let master = new_master(&group, 0).await;
         eventually(async || hold.renew().await).await.unwrap();
         let port = group.servers()[master].port();
-        let back = async {
-            while ask(port, "PUBSUB CHANNELS lock:leasehold:inbox:*")
-                .await
-                .unwrap()
-                .len()
-                < 2
-            {}
-        };
+        let back = async { while inboxes(port).await.len() < 2 {} };
         within(FAILOVER, "holder and second are back", back).await;
         eventually(async || hold.release().await).await.unwrap();
         served(FAILOVER, second).await
@@ -282,12 +278,9 @@ async fn dead_and_hanging_sentinels_are_borne() {
     group.sentinels()[0].kill();
     group.sentinels()[1].pause().unwrap();
     let start = Moment::now();
-    let options = RedisOptions::new(group.url()).unwrap();
-    let limit = Duration::from_secs(40);
-    let connecting = Redis::connect_with(options.with_connect_timeout(limit));
-    let redis = connecting.await.unwrap();
+    let redis = client(&group).await;
     // One hangs for half of the limit at most.
-    assert!(start.elapsed() < limit, "{:?}", start.elapsed());
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
     let _hold = granted(&redis, &claim("a", LONG)).await;
     group.sentinels()[1].resume().unwrap();
 }
@@ -316,7 +309,8 @@ async fn a_sentinel_that_missed_the_failover_is_outvoted() {
         .url()
         .replace(&old.to_string(), &cut_off.port(0).to_string());
     for _ in 0..5 {
-        let client = Redis::connect(&url).await.unwrap();
+        let client = RedisOptions::new(&url).unwrap().with_connect_timeout(SOON);
+        let client = Redis::connect_with(client).await.unwrap();
         assert!(is_taken(&client, "a").await);
     }
     assert!(has_client(&group.servers()[master]).await);
@@ -396,8 +390,7 @@ async fn the_rights_that_are_missing_are_named() {
                   +zadd +zrem +zcard +zscore +zpopmin +zrange +zrangebyscore +zrevrange";
     let mut master = raw(&group.servers()[0]).await;
     master.run(rights).await;
-    let options = RedisOptions::new(group.url()).unwrap();
-    let options = options
+    let options = options(&group)
         .with_username("locks")
         .with_password("secret")
         .with_replicas(1);
@@ -579,7 +572,8 @@ async fn a_holder_cut_off_from_all_loses_before_another_is_granted() {
         .map(|(from, to)| (from.as_str(), to.as_str()))
         .collect();
     let url = relay::sentinels(&group.url(), &pairs).await;
-    let far = Redis::connect(url).await.unwrap();
+    let far = RedisOptions::new(url).unwrap().with_connect_timeout(SOON);
+    let far = Redis::connect_with(far).await.unwrap();
     let mut short = claim("a", ttl);
     short.request_limit = Duration::from_millis(500);
     let hold = granted(&far, &short).await;

@@ -11,7 +11,7 @@ use leasehold_conformance::fixtures::Missing;
 use leasehold_conformance::fixtures::sentinel::SentinelGroup;
 use leasehold_conformance::{Harness, Store};
 use leasehold_core::{Backend, Result};
-use leasehold_redis::Redis;
+use leasehold_redis::{Redis, RedisOptions};
 
 #[derive(Debug)]
 struct Watched;
@@ -34,11 +34,14 @@ impl Harness for Watched {
         let places: Vec<(&str, &str)> = words
             .filter_map(|word| word.split_once("=127.0.0.1:"))
             .collect();
-        if places.iter().all(|(port, place)| port == place) {
-            return Ok(Box::new(Redis::connect(url).await?));
-        }
-        let url = relay::sentinels(url, &places).await;
-        Ok(Box::new(Redis::connect(url).await?))
+        let direct = places.iter().all(|(port, place)| port == place);
+        let url = match direct {
+            true => url.to_owned(),
+            false => relay::sentinels(url, &places).await,
+        };
+        // A limit that a busy machine keeps.
+        let options = RedisOptions::new(url)?.with_connect_timeout(Duration::from_secs(20));
+        Ok(Box::new(Redis::connect_with(options).await?))
     }
 }
 
