@@ -5,14 +5,13 @@
 //! servers of its own, on free ports of the loopback. It only counts and asserts nothing: two holders
 //! at one time are what asynchronous replication can do.
 //!
-//! 1. Four processes want the same 50 locks. Whoever has one works for 20 ms to 5 s, looks every few
-//!    milliseconds whether it still holds, and writes every 50 ms to a resource that remembers the
-//!    highest token of each key and refuses lower ones. Then it does something else, for up to 10 s:
-//!    a lock that others always wait for stands on the replicas in any case, if only for the one who
-//!    had it before.
-//! 2. After four seconds the server is killed with SIGKILL. In the cases "replicas behind" the
-//!    replicas hang, with their links broken, for the second before: what is granted in it is on the
-//!    master alone.
+//! 1. Four processes want the same 50 locks. Whoever has one works for 20 ms to 30 s, looks every 5 ms
+//!    whether it still holds, and writes every 50 ms to a resource that remembers the highest token of
+//!    each key and refuses lower ones. Then it does something else, for up to 20 s: a lock that others
+//!    always wait for stands on the replicas in any case, if only for the one who had it before.
+//! 2. After eight seconds the server is killed with SIGKILL. In the cases "replicas behind" the
+//!    replicas hang, with their links broken, for the three seconds before: what is granted then is on
+//!    the master alone.
 //! 3. The load goes on until the locks work again and four seconds more.
 //! 4. A hold lasts from the first look that said held to the last that did, by the clock that all
 //!    processes of the machine share. A double hold is a pair of holds of one key that overlap, so
@@ -32,13 +31,16 @@ use leasehold_redis::{Redis, RedisOptions, Redlock, RedlockOptions};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 const PROCESSES: usize = 4;
 const KEYS: usize = 50;
 const TTL: Duration = Duration::from_secs(10);
-const BEFORE: Duration = Duration::from_secs(4);
-const BEHIND: Duration = Duration::from_secs(1);
+/// Between two locks of a task, at most.
+const PAUSE: Duration = Duration::from_secs(20);
+const BEFORE: Duration = Duration::from_secs(8);
+const BEHIND: Duration = Duration::from_secs(3);
 const AFTER: Duration = Duration::from_secs(4);
 /// How long the locks may take to work again.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -58,7 +60,7 @@ const CASES: &[Case] = &[
 struct Case {
     name: &'static str,
     store: Store,
-    /// The replicas have nothing of the last second.
+    /// The replicas have nothing of the last seconds.
     behind: bool,
 }
 
@@ -91,29 +93,55 @@ async fn main() {
 }
 
 async fn drill(rounds: usize) {
-    println!(
-        "| killed in each round | rounds | grants | double holds | in rounds | longest overlap | writes | refused by the token | tokens that fell |"
-    );
-    println!("|---|---|---|---|---|---|---|---|---|");
-    for case in CASES {
-        let mut sum = Outcome::default();
-        let mut rounds_with = 0;
-        for round in 1..=rounds {
-            let outcome = play(case).await;
-            eprintln!("{} {round}/{rounds}: {outcome:?}", case.name);
-            rounds_with += usize::from(outcome.doubles > 0);
-            sum.add(&outcome);
+    let mut sums: Vec<Sum> = CASES.iter().map(|_| Sum::default()).collect();
+    for round in 1..=rounds {
+        // Side by side: they wait more than they work.
+        let mut playing = JoinSet::new();
+        for (index, case) in CASES.iter().enumerate() {
+            playing.spawn(async move { (index, play(case).await) });
         }
+        while let Some(played) = playing.join_next().await {
+            let (index, outcome) = played.unwrap();
+            eprintln!("{round}/{rounds} {}: {outcome:?}", CASES[index].name);
+            sums[index].add(&outcome);
+        }
+    }
+    println!(
+        "| killed in each of {rounds} rounds | grants | double holds | in rounds | the longest \
+         | writes | refused for their token | tokens that fell |\n|---|---|---|---|---|---|---|---|"
+    );
+    for (case, sum) in CASES.iter().zip(sums) {
+        let Sum { outcome, rounds } = sum;
         println!(
-            "| {} | {rounds} | {} | {} | {rounds_with} | {} ms | {} | {} | {} |",
+            "| {} | {} | {} | {rounds} | {} ms | {} | {} | {} |",
             case.name,
-            sum.grants,
-            sum.doubles,
-            sum.longest.as_millis(),
-            sum.writes,
-            sum.refused,
-            sum.fallen,
+            outcome.grants,
+            outcome.doubles,
+            outcome.longest.as_millis(),
+            outcome.writes,
+            outcome.refused,
+            outcome.fallen,
         );
+    }
+}
+
+#[derive(Default)]
+struct Sum {
+    outcome: Outcome,
+    /// With a double hold.
+    rounds: usize,
+}
+
+impl Sum {
+    fn add(&mut self, other: &Outcome) {
+        let sum = &mut self.outcome;
+        sum.grants += other.grants;
+        sum.doubles += other.doubles;
+        sum.longest = sum.longest.max(other.longest);
+        sum.writes += other.writes;
+        sum.refused += other.refused;
+        sum.fallen += other.fallen;
+        self.rounds += usize::from(other.doubles > 0);
     }
 }
 
@@ -131,15 +159,6 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn add(&mut self, other: &Self) {
-        self.grants += other.grants;
-        self.doubles += other.doubles;
-        self.longest = self.longest.max(other.longest);
-        self.writes += other.writes;
-        self.refused += other.refused;
-        self.fallen += other.fallen;
-    }
-
     fn judge(&mut self, holds: &[Hold]) {
         self.grants = holds.len();
         let mut by_key: HashMap<usize, Vec<&Hold>> = HashMap::new();
@@ -402,19 +421,19 @@ async fn work(address: &str, resource: &str) {
     };
     let locks = locks(backend);
     println!("ready");
-    let mut tasks = tokio::task::JoinSet::new();
+    let mut tasks = JoinSet::new();
     for key in 0..KEYS {
         let locks = locks.clone();
         let resource = TcpStream::connect(format!("127.0.0.1:{resource}")).await;
         let mut resource = resource.unwrap();
         tasks.spawn(async move {
             // Not all at the same time.
-            sleep(BEFORE.mul_f64(fastrand::f64())).await;
+            sleep(PAUSE.mul_f64(fastrand::f64())).await;
             while !STOP.load(Ordering::Relaxed) {
                 match locks.lock(&key.to_string()).await {
                     Ok(guard) => {
                         hold(key, guard, &mut resource).await;
-                        sleep(Duration::from_secs_f64(10. * fastrand::f64())).await;
+                        sleep(PAUSE.mul_f64(fastrand::f64())).await;
                     }
                     Err(e) if e.kind() == ErrorKind::Timeout => {}
                     Err(_) => sleep(Duration::from_millis(20)).await,
@@ -436,8 +455,8 @@ static STOP: AtomicBool = AtomicBool::new(false);
 static HOLDING: AtomicUsize = AtomicUsize::new(0);
 
 async fn hold(key: usize, guard: Guard, resource: &mut TcpStream) {
-    // 20 ms to 5 s, as many short as long ones.
-    let length = 0.02 * 250_f64.powf(fastrand::f64());
+    // 20 ms to 30 s, as many short as long ones.
+    let length = 0.02 * 1500_f64.powf(fastrand::f64());
     let token = guard.token().get();
     let (mut times, mut due) = (None, 0);
     HOLDING.fetch_add(1, Ordering::Relaxed);
@@ -460,7 +479,7 @@ async fn hold(key: usize, guard: Guard, resource: &mut TcpStream) {
         }
         tokio::select! {
             () = guard.lost() => {}
-            () = sleep(Duration::from_millis(2)) => {}
+            () = sleep(Duration::from_millis(5)) => {}
         }
     }
     if let Some((from, to)) = times {

@@ -31,6 +31,7 @@ use crate::value;
 ///    woken, and whoever has something to send opens the next one, in its own runtime, all of them
 ///    together one: first the inbox, then it is up, then everybody who waits asks again from its
 ///    place. Between attempts that fail the pause grows to a second.
+///    What is held is then looked for on the new connection.
 /// 3. *Suspect.* A request got no answer in time ([`suspect`](Self::suspect)): the server may be slow,
 ///    or the other end is gone without a word. The connection is asked once more and another one is
 ///    opened; whichever answers first stays.
@@ -319,6 +320,17 @@ impl Client {
         drop(runtime.spawn(task));
     }
 
+    /// A request beside the connection that is up was not answered in time, by the same server.
+    pub(crate) fn suspect_up(self: &Arc<Self>) {
+        let up = match &*self.state.borrow() {
+            State::Up(connection) => Some(connection.clone()),
+            _ => None,
+        };
+        if let Some(connection) = up {
+            self.suspect(&connection);
+        }
+    }
+
     /// A request on `connection` was not answered in time, or nobody waited for the answer.
     pub(crate) fn suspect(self: &Arc<Self>, connection: &Arc<Connection>) {
         if connection.suspected.swap(true, Ordering::AcqRel) {
@@ -352,14 +364,24 @@ impl Client {
                     );
                     if replaced {
                         warn!(target: "leasehold", server = %client.address, "connection was silent, opened another");
-                        client.inbox.wake_all();
-                        client.prove_holds(&opened).await;
+                        client.is_up(&opened).await;
                     }
                 }
                 None => client.lost(suspected.number),
             }
         };
         drop(runtime.spawn(task));
+    }
+
+    /// A new connection is the one that is up.
+    async fn is_up(self: &Arc<Self>, connection: &Connection) {
+        self.inbox.wake_all();
+        if connection.is_over() {
+            // Another server became the master while it was opened.
+            self.lost(connection.number);
+        }
+        // Not for ever: this task keeps the client alive.
+        drop(timeout(self.connect_timeout, self.prove_holds(connection)).await);
     }
 
     /// Ends what is held here and the server at the other end of a new connection does not have: it may
@@ -433,12 +455,12 @@ impl Client {
                         Err(e) => State::Down(Some(e)),
                     },
                 );
-                client.inbox.wake_all();
                 if let Some(connection) = connection {
                     client.failures.store(0, Ordering::Relaxed);
-                    client.prove_holds(&connection).await;
+                    client.is_up(&connection).await;
                 } else {
                     client.failures.fetch_add(1, Ordering::Relaxed);
+                    client.inbox.wake_all();
                 }
             };
             drop(runtime.spawn(task));

@@ -260,7 +260,7 @@ impl RedisOptions {
     pub(crate) fn target(&self) -> Result<Target> {
         match &self.watch {
             Some(watch) => Ok(Target::watched(Sentinels::new(self, watch)?)),
-            None => Ok(Target::Fixed(self.client()?)),
+            None => Ok(Target::Fixed(Box::new(self.client()?))),
         }
     }
 

@@ -132,7 +132,10 @@ async fn run(client: Weak<Client>, wanted: usize, mut asks: mpsc::UnboundedRecei
         // The next one is opened, to whoever is the master then, if this one is silent.
         let confirmed = match timeout(limit + PATIENCE, asking).await {
             Ok(confirmed) => confirmed,
-            Err(_elapsed) => Err(error::silent(&client.address, limit)),
+            Err(_elapsed) => {
+                client.suspect_up();
+                Err(error::silent(&client.address, limit))
+            }
         };
         match confirmed {
             Ok(Confirmed {

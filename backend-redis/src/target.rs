@@ -11,7 +11,7 @@ use crate::sentinel::{Master, Sentinels};
 /// Where a client connects to. Asked at each opening of a connection.
 pub(crate) enum Target {
     /// Always there.
-    Fixed(redis::Client),
+    Fixed(Box<redis::Client>),
     /// To the master that the sentinels name at the time.
     Watched(Arc<Sentinels>),
 }

@@ -245,14 +245,14 @@ fn a_waiter_whose_inbox_is_at_the_demoted_master_keeps_its_place() {
     });
     assert!(hold.token() < second.token());
     // Somebody queues while the first is away.
-    let third = runtime.block_on(async {
-        let third = spawn(&other, waiting("a", LONG));
+    let third = {
+        let _entered = runtime.enter();
+        spawn(&other, waiting("a", LONG))
+    };
+    runtime.block_on(async {
         let master = new_master(&group, 0).await;
-        raw(&group.servers()[master])
-            .await
-            .until_queued("a", 1)
-            .await;
-        third
+        let mut master = raw(&group.servers()[master]).await;
+        master.until_queued("a", 1).await;
     });
     still.block_on(async {
         let master = new_master(&group, 0).await;
