@@ -5,6 +5,7 @@
 
 mod backend;
 mod error;
+mod gather;
 mod guard;
 mod keeper;
 mod kept;
@@ -19,6 +20,7 @@ pub use backend::{
     Tokens, Wakeup,
 };
 pub use error::{Error, ErrorKind, Result};
+pub use gather::{Answer, Batch, Gather, Pass, Replies, Way};
 pub use guard::{Guard, Guards};
 pub use key::Key;
 pub use locks::Locks;
