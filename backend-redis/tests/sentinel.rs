@@ -127,7 +127,8 @@ async fn a_killed_master_is_followed_by_holder_and_waiter() {
 async fn what_the_new_master_does_not_have_is_lost_and_said() {
     let group = group().await;
     let holder = client(&group).await;
-    let kept = granted(&holder, &claim("kept", LONG)).await;
+    let ttl = FAILOVER * 10;
+    let kept = granted(&holder, &claim("kept", ttl)).await;
     group.until_replicated(0).await.unwrap();
     // Stopped and without a connection: what comes now is never sent to them.
     for replica in &group.servers()[1..] {
@@ -135,7 +136,7 @@ async fn what_the_new_master_does_not_have_is_lost_and_said() {
     }
     let mut master = raw(&group.servers()[0]).await;
     master.run("CLIENT KILL TYPE replica").await;
-    let mut hold = granted(&holder, &claim("a", LONG)).await;
+    let mut hold = granted(&holder, &claim("a", ttl)).await;
     group.servers()[0].process().kill();
     for replica in &group.servers()[1..] {
         replica.process().resume().unwrap();
@@ -386,7 +387,7 @@ async fn the_rights_that_are_missing_are_named() {
     let group = group().await;
     let rights = "ACL SETUSER locks on >secret resetchannels ~lock:* &lock:* \
                   +ping +time +info +script|load +evalsha +subscribe +publish +pubsub|numsub \
-                  +exists +get +set +del +incr +pttl +pexpire \
+                  +exists +get +mget +set +del +incr +incrby +pttl +pexpire \
                   +zadd +zrem +zcard +zscore +zpopmin +zrange +zrangebyscore +zrevrange";
     let mut master = raw(&group.servers()[0]).await;
     master.run(rights).await;
