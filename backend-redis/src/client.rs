@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use leasehold_core::{Error, ErrorKind, Moment, Result};
-use redis::{RedisError, Script};
+use redis::{RedisError, Script, Value};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -20,8 +20,11 @@ use crate::error;
 use crate::inbox::{Inbox, Orphan};
 use crate::names::{LockKeys, Names};
 use crate::redlock;
+use crate::replicas::Replicas;
 use crate::request::{Answer, Place, Request, Sender};
 use crate::script::{self, PROBE};
+use crate::target::Target;
+use crate::value;
 
 /// One client of one server: its inbox, and the connection that is up.
 ///
@@ -30,6 +33,7 @@ use crate::script::{self, PROBE};
 ///    woken, and whoever has something to send opens the next one, in its own runtime, all of them
 ///    together one: first the inbox, then it is up, then everybody who waits asks again from its
 ///    place. Between attempts that fail the pause grows to a second.
+///    What is held is then looked for on the new connection.
 /// 3. *Suspect.* A request got no answer in time ([`suspect`](Self::suspect)): the server may be slow,
 ///    or the other end is gone without a word. The connection is asked once more and another one is
 ///    opened; whichever answers first stays.
@@ -40,8 +44,10 @@ pub(crate) struct Client {
     pub(crate) address: String,
     pub(crate) names: Names,
     pub(crate) inbox: Inbox,
-    pub(crate) opener: redis::Client,
+    pub(crate) target: Target,
     pub(crate) connect_timeout: Duration,
+    /// Who must confirm grants.
+    pub(crate) replicas: Replicas,
     state: watch::Sender<State>,
     connections: AtomicU64,
     failures: AtomicU32,
@@ -82,18 +88,24 @@ impl Client {
             Ok(probed) => probed?,
             Err(_elapsed) => return Err(error::silent(&client.address, client.connect_timeout)),
         }
+        if client.replicas.are_asked() {
+            let wait = redis::cmd("WAIT").arg(0).arg(0).clone();
+            let answer = connection.ask::<usize>(&wait).await;
+            answer.map_err(|e| client.refused(&e, "+wait"))?;
+        }
         Ok(client)
     }
 
     /// Nothing is sent yet. `listener` hears all messages in place of the inbox.
     pub(crate) fn new(options: &RedisOptions, listener: Option<Listener>) -> Result<Arc<Self>> {
-        let opener = options.client()?;
+        let target = options.target()?;
         Ok(Arc::new(Self {
             id: Uuid::new_v4(),
             address: options.address(),
             names: Names::new(&options.prefix),
             inbox: Inbox::default(),
-            opener,
+            target,
+            replicas: Replicas::new(options.replicas),
             connect_timeout: options.connect_timeout,
             state: watch::Sender::new(State::Down(None)),
             connections: AtomicU64::new(0),
@@ -291,14 +303,49 @@ impl Client {
     }
 
     /// Connection `number` has ended.
-    pub(crate) fn lost(&self, number: u64) {
-        let ended = self.replace_if(
-            |state| matches!(state, State::Up(connection) if connection.number == number),
-            || State::Down(None),
-        );
+    pub(crate) fn lost(self: &Arc<Self>, number: u64) {
+        let mut runtime = None;
+        let is_up = |state: &State| match state {
+            State::Up(connection) if connection.number == number => {
+                connection.set_over();
+                runtime = Some(connection.runtime.clone());
+                true
+            }
+            _ => false,
+        };
+        let ended = self.replace_if(is_up, || State::Down(None));
         if ended {
             info!(target: "leasehold", server = %self.address, "connection lost");
             self.inbox.wake_all();
+            if let Some(runtime) = runtime {
+                self.reconnect_for_holds(&runtime);
+            }
+        }
+    }
+
+    /// What is held is proven on the next connection, and hears of evictions there: so there is to be
+    /// one though nobody asks for anything.
+    fn reconnect_for_holds(self: &Arc<Self>, runtime: &Handle) {
+        let client = Arc::downgrade(self);
+        let task = async move {
+            // Opening pauses by itself.
+            while let Some(client) = client.upgrade()
+                && client.inbox.is_holding()
+                && let Err(e) = client.connection().await
+                && e.is_transient()
+            {}
+        };
+        drop(runtime.spawn(task));
+    }
+
+    /// A request beside the connection that is up was not answered in time, by the same server.
+    pub(crate) fn suspect_up(self: &Arc<Self>) {
+        let up = match &*self.state.borrow() {
+            State::Up(connection) => Some(connection.clone()),
+            _ => None,
+        };
+        if let Some(connection) = up {
+            self.suspect(&connection);
         }
     }
 
@@ -331,17 +378,55 @@ impl Client {
                 Some(opened) => {
                     let replaced = client.replace_if(
                         |state| matches!(state, State::Up(up) if up.number == suspected.number),
-                        || State::Up(opened),
+                        || State::Up(opened.clone()),
                     );
                     if replaced {
                         warn!(target: "leasehold", server = %client.address, "connection was silent, opened another");
-                        client.inbox.wake_all();
+                        client.is_up(&opened).await;
                     }
                 }
                 None => client.lost(suspected.number),
             }
         };
         drop(runtime.spawn(task));
+    }
+
+    /// A new connection is the one that is up.
+    async fn is_up(self: &Arc<Self>, connection: &Connection) {
+        self.inbox.wake_all();
+        if connection.is_over() {
+            // Another server became the master while it was opened.
+            self.lost(connection.number);
+        }
+        // Not for ever: this task keeps the client alive.
+        drop(timeout(self.connect_timeout, self.prove_holds(connection)).await);
+    }
+
+    /// Ends what is held here and the server at the other end of a new connection does not have: it may
+    /// be another server, or have lost its data. The next renewal would say so too, but later.
+    async fn prove_holds(&self, connection: &Connection) {
+        for holds in self.inbox.held().chunks(128) {
+            let mut gets = redis::pipe();
+            for hold in holds {
+                gets.cmd("GET").arg(&*hold.lock);
+            }
+            let Ok(values) = connection.ask_all(&gets, holds.len()).await else {
+                return;
+            };
+            for (hold, value) in holds.iter().zip(values) {
+                let grant = value::grant(hold.claim, hold.token);
+                let proven = match &value {
+                    Value::BulkString(value) => value.starts_with(grant.as_bytes()),
+                    // Other data in its place.
+                    Value::ServerError(e) => e.code() != "WRONGTYPE",
+                    _ => false,
+                };
+                if !proven {
+                    info!(target: "leasehold", lock = %hold.lock, "lost: the server does not have it");
+                    self.inbox.end(hold);
+                }
+            }
+        }
     }
 
     /// No token at or below it may be granted any more: the highest that this client knows of, and the
@@ -387,7 +472,7 @@ impl Client {
                 let client = &attempt.0;
                 sleep(pause(client.failures.load(Ordering::Relaxed))).await;
                 let opened = Connection::open(client, number).await;
-                let failed = opened.is_err();
+                let connection = opened.as_ref().ok().cloned();
                 client.replace_if(
                     |state| attempt.is_on(state),
                     || match opened {
@@ -395,12 +480,13 @@ impl Client {
                         Err(e) => State::Down(Some(e)),
                     },
                 );
-                if failed {
-                    client.failures.fetch_add(1, Ordering::Relaxed);
-                } else {
+                if let Some(connection) = connection {
                     client.failures.store(0, Ordering::Relaxed);
+                    client.is_up(&connection).await;
+                } else {
+                    client.failures.fetch_add(1, Ordering::Relaxed);
+                    client.inbox.wake_all();
                 }
-                client.inbox.wake_all();
             };
             drop(runtime.spawn(task));
         }
@@ -426,11 +512,16 @@ impl Client {
 impl Client {
     /// What an error while connecting means: if it is a missing right, which `rule` to add.
     pub(crate) fn refused(&self, e: &RedisError, rule: &str) -> Error {
+        self.refused_at(&self.address, e, rule)
+    }
+
+    /// The same by the server called `server`.
+    pub(crate) fn refused_at(&self, server: &str, e: &RedisError, rule: &str) -> Error {
         let said = error::describe(e);
         if self.is_right_missing(&said) {
             self.rights_missing(&self.rule(&said, rule))
         } else {
-            error::map(&self.address, e)
+            error::map(server, e)
         }
     }
 

@@ -55,6 +55,33 @@ pub(crate) fn is_wrong_type(error: &RedisError) -> bool {
     describe(error).contains("WRONGTYPE")
 }
 
+/// Whether `error` says that the server is a replica, or has just become one.
+pub(crate) fn is_read_only(error: &RedisError) -> bool {
+    let text = describe(error);
+    ["READONLY", "UNBLOCKED", WAIT_ON_REPLICA]
+        .iter()
+        .any(|sign| text.contains(sign))
+}
+
+/// So few replicas have a lock.
+pub(crate) fn unconfirmed(server: &str, confirmed: usize, wanted: usize) -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        format!(
+            "Redis at {server}: {confirmed} of the {wanted} replicas that must have this lock \
+             confirmed it in time; see to them, or ask for fewer"
+        ),
+    )
+}
+
+/// The connection was given up while the answer was on its way.
+pub(crate) fn superseded(server: &str) -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        format!("Redis at {server}: the connection ended with a grant that is not proven"),
+    )
+}
+
 fn meaning(error: &RedisError) -> (ErrorKind, &'static str) {
     use redis::ErrorKind as Client;
     if error.is_io_error() || error.is_connection_dropped() || error.is_timeout() {
@@ -84,6 +111,7 @@ fn meaning(error: &RedisError) -> (ErrorKind, &'static str) {
     }
 }
 
+const WAIT_ON_REPLICA: &str = "WAIT cannot be used with replica";
 const TOO_OLD: &str = "Redis 6.0 or newer is needed, one that speaks RESP3";
 const SIGN_IN: &str = "signing in was refused, check the username and the password";
 const NO_RIGHT: &str = "a right is missing, the README of leasehold-redis lists the ACL rules";
@@ -124,9 +152,9 @@ const ANSWERS: &[(&[&str], ErrorKind, &str)] = &[
         "its memory is full: raise maxmemory, no new lock can be stored",
     ),
     (
-        &["READONLY"],
+        &["READONLY", "UNBLOCKED", WAIT_ON_REPLICA],
         ErrorKind::Unavailable,
-        "it is a read-only replica: connect to the primary",
+        "it is a read-only replica: connect to the primary, or by its sentinels",
     ),
     (
         &["LOADING"],

@@ -10,8 +10,11 @@ mod names;
 mod options;
 mod queue;
 pub mod redlock;
+mod replicas;
 mod request;
 mod script;
+mod sentinel;
+mod target;
 mod value;
 
 pub use backend::Redis;

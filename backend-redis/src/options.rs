@@ -4,6 +4,9 @@ use std::time::Duration;
 use leasehold_core::{Error, ErrorKind, Result};
 use redis::{ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, TlsCertificates};
 
+use crate::sentinel::{Sentinels, Watch};
+use crate::target::Target;
+
 /// Where the server is and how to talk to it.
 ///
 /// Plain data: start from a URL and change what differs. Nothing is sent before
@@ -25,7 +28,11 @@ pub struct RedisOptions {
     pub(crate) server: ConnectionInfo,
     pub(crate) prefix: String,
     pub(crate) connect_timeout: Duration,
+    /// So many replicas must have a grant.
+    pub(crate) replicas: usize,
     certificates: TlsCertificates,
+    /// Who says where the server is, if not the address in `server`.
+    watch: Option<Watch>,
 }
 
 impl RedisOptions {
@@ -34,13 +41,24 @@ impl RedisOptions {
     /// port is 6379 if not given, an IPv6 address stands in brackets, and whatever has a meaning in a
     /// URL is percent-encoded in the username and the password.
     ///
+    /// `redis+sentinel://[user[:password]@]host[:port][,host[:port]…]/master[/database]` names the
+    /// sentinels (port 26379 if not given) and what they call the master; user and password are those
+    /// of the servers. See [`sentinel`](Self::sentinel). `rediss+sentinel` is TLS to the servers and to
+    /// the sentinels.
+    ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if the URL is not of this form.
     pub fn new(url: impl AsRef<str>) -> Result<Self> {
         let url = url.as_ref();
+        if let Some(parts) = Watch::parse(url)? {
+            let mut options = Self::new(parts.servers)?;
+            options.watch = Some(parts.watch);
+            return Ok(options);
+        }
         let parsed = redis::parse_redis_url(url).ok_or_else(|| {
             invalid(
-                "begin with redis://, rediss:// (TLS) or unix://, as in redis://localhost:6379/0",
+                "begin with redis://, rediss:// (TLS), unix:// or redis+sentinel://, as in \
+                 redis://localhost:6379/0",
             )
         })?;
         if parsed.fragment().is_some() {
@@ -75,11 +93,42 @@ impl RedisOptions {
             server,
             prefix: "lock:".into(),
             connect_timeout: Duration::from_secs(5),
+            replicas: 0,
             certificates: TlsCertificates {
                 client_tls: None,
                 root_cert: None,
             },
+            watch: None,
         })
+    }
+
+    /// The server that the sentinels at these places (`host` or `host:port`, 26379 if not given) call
+    /// the master under the name `master`.
+    ///
+    /// They are asked each time a connection is opened, and while it is open they tell when another
+    /// server becomes the master. See the [crate's page](crate#behind-sentinel).
+    ///
+    /// ```
+    /// use leasehold_redis::RedisOptions;
+    ///
+    /// let options = RedisOptions::sentinel(["one", "two", "three:26380"], "mymaster")?
+    ///     .with_password("of the servers")
+    ///     .with_sentinel_password("of the sentinels");
+    /// # drop(options);
+    /// # Ok::<(), leasehold_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if there is no sentinel, or one is no `host[:port]`, or `master` is no
+    /// name that a sentinel takes.
+    pub fn sentinel(
+        sentinels: impl IntoIterator<Item = impl AsRef<str>>,
+        master: impl Into<String>,
+    ) -> Result<Self> {
+        let watch = Watch::new(sentinels, master.into())?;
+        let mut options = Self::new("redis://localhost")?;
+        options.watch = Some(watch);
+        Ok(options)
     }
 
     /// What the names of all keys and channels begin with; default `lock:`. The lock `order:42` is
@@ -114,6 +163,52 @@ impl RedisOptions {
         self
     }
 
+    /// The ACL user to sign in as at the sentinels; default none. Only where there are sentinels.
+    #[must_use]
+    pub fn with_sentinel_username(mut self, username: impl Into<String>) -> Self {
+        if let Some(watch) = &mut self.watch {
+            watch.username = Some(username.into());
+        }
+        self
+    }
+
+    /// The password to sign in with at the sentinels; default none, whatever that of the servers is.
+    /// Only where there are sentinels.
+    #[must_use]
+    pub fn with_sentinel_password(mut self, password: impl Into<String>) -> Self {
+        if let Some(watch) = &mut self.watch {
+            watch.password = Some(password.into());
+        }
+        self
+    }
+
+    /// TLS, as `rediss://` and `rediss+sentinel://` ask for it in a URL.
+    #[must_use]
+    pub fn with_tls(mut self) -> Self {
+        if let ConnectionAddr::Tcp(host, port) = self.server.addr().clone() {
+            let addr = ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure: false,
+                tls_params: None,
+            };
+            self.server = self.server.set_addr(addr);
+        }
+        self
+    }
+
+    /// A lock counts as granted, and as renewed, only once so many replicas have it (`WAIT`); default
+    /// 0. It is freed again and refused with [`ErrorKind::Unavailable`] if they do not confirm it
+    /// within the claim's request limit.
+    ///
+    /// That costs a round trip to the replicas for each. What it is good for, and what not: see the
+    /// [crate's page](crate#behind-sentinel).
+    #[must_use]
+    pub fn with_replicas(mut self, replicas: usize) -> Self {
+        self.replicas = replicas;
+        self
+    }
+
     /// The certificate authority that must have signed the server's certificate, as PEM, in place of
     /// those that the system trusts. For `rediss://` only.
     #[must_use]
@@ -143,12 +238,65 @@ impl RedisOptions {
         self
     }
 
-    /// The server as errors and logs name it: host and port, or the socket's path.
+    /// The server as errors and logs name it: host and port, the socket's path, or what the sentinels
+    /// call it.
     pub(crate) fn address(&self) -> String {
-        self.server.addr().to_string()
+        match &self.watch {
+            Some(watch) => watch.to_string(),
+            None => self.server.addr().to_string(),
+        }
     }
 
-    /// Checks the certificates and makes the client that opens connections.
+    pub(crate) fn addr(&self) -> &ConnectionAddr {
+        self.server.addr()
+    }
+
+    /// Whether this names one certain server.
+    pub(crate) fn is_fixed(&self) -> bool {
+        self.watch.is_none()
+    }
+
+    /// Where to connect to. Checks the certificates.
+    pub(crate) fn target(&self) -> Result<Target> {
+        match &self.watch {
+            Some(watch) => Ok(Target::watched(Sentinels::new(self, watch)?)),
+            None => Ok(Target::Fixed(Box::new(self.client()?))),
+        }
+    }
+
+    /// The same for the server at `host`, without sentinels.
+    pub(crate) fn at(&self, host: &str, port: u16) -> Self {
+        let host = host.to_owned();
+        let addr = match self.server.addr() {
+            ConnectionAddr::TcpTls { .. } => ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure: false,
+                tls_params: None,
+            },
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        let mut options = self.clone();
+        options.server = options.server.set_addr(addr);
+        options.watch = None;
+        options
+    }
+
+    /// The same for one of its sentinels: they have no databases, and users of their own.
+    pub(crate) fn at_sentinel(&self, watch: &Watch, host: &str, port: u16) -> Self {
+        let mut options = self.at(host, port);
+        let mut redis = redis::RedisConnectionInfo::default();
+        if let Some(username) = &watch.username {
+            redis = redis.set_username(username);
+        }
+        if let Some(password) = &watch.password {
+            redis = redis.set_password(password);
+        }
+        options.server = options.server.set_redis_settings(redis);
+        options
+    }
+
+    /// The client that opens connections to one server.
     pub(crate) fn client(&self) -> Result<redis::Client> {
         let redis = self
             .server
@@ -200,11 +348,12 @@ impl fmt::Debug for RedisOptions {
             .field("password", &redis.password().map(|_| "…"))
             .field("prefix", &self.prefix)
             .field("connect_timeout", &self.connect_timeout)
+            .field("replicas", &self.replicas)
             .finish_non_exhaustive()
     }
 }
 
-fn invalid(reason: &str) -> Error {
+pub(crate) fn invalid(reason: &str) -> Error {
     Error::new(
         ErrorKind::Invalid,
         format!("this Redis URL cannot be used: {reason}"),

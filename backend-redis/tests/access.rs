@@ -188,6 +188,7 @@ async fn a_user_with_the_listed_rights_can_do_everything_and_a_missing_one_is_na
 /// The same for a user on each node of a Redlock.
 #[tokio::test]
 async fn a_user_with_the_listed_rights_on_each_node_can_do_everything_and_a_missing_one_is_named() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let mut raws = raws(&servers).await;
     let rights = listed_rights(include_str!("../REDLOCK.md"));
@@ -313,6 +314,7 @@ async fn other_data_in_the_place_of_a_lock_is_left_alone() {
 /// Servers that are too old do not know HELLO, or not version 3 of the protocol.
 #[tokio::test]
 async fn a_server_without_resp3_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     for answer in [
         "-ERR unknown command `HELLO`\r\n",
         "-NOPROTO unsupported protocol version\r\n",
@@ -370,6 +372,7 @@ async fn a_read_only_replica_is_refused() {
 
 #[tokio::test]
 async fn a_server_that_never_answers_is_given_up_in_time() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
     let limit = std::time::Duration::from_millis(200);
@@ -549,6 +552,7 @@ async fn tls_with_an_authority_and_a_client_certificate_of_ones_own() {
 
 #[tokio::test]
 async fn tls_on_each_node_of_a_redlock() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path());
     let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();

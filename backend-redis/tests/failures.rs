@@ -186,6 +186,7 @@ async fn a_server_that_is_gone_is_unavailable_and_waiters_wait_for_it() {
 /// is said.
 #[tokio::test]
 async fn a_primary_that_takes_over_the_data_of_another_loses_the_lock_and_says_so() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let (server, other) = (server([]).await, server([]).await);
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -212,6 +213,7 @@ async fn a_primary_that_takes_over_the_data_of_another_loses_the_lock_and_says_s
 /// others try to connect again and again; the lock is found in the data.
 #[tokio::test]
 async fn a_server_that_loads_its_data_is_waited_for() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(SLOW_TO_LOAD).await;
     let client = connect(&server).await;
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -242,6 +244,7 @@ async fn a_server_that_loads_its_data_is_waited_for() {
 /// setting is taken and does nothing.
 #[tokio::test]
 async fn a_server_that_replicates_scripts_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--lua-replicate-commands", "no"]).await;
     let info: String = raw(&server).await.get("INFO server").await;
     let old = info.contains("redis_version:6.");
@@ -262,6 +265,7 @@ async fn a_server_that_replicates_scripts_is_refused() {
 /// user may not know; what was thrown away is lost, and that is said.
 #[tokio::test]
 async fn an_evicting_server_is_warned_of_and_its_locks_are_lost_and_that_is_said() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--maxmemory-policy", "allkeys-lru"]).await;
     let mut raw = raw(&server).await;
     let (logs, _logging) = logs();
@@ -337,6 +341,7 @@ async fn with_its_memory_full_renewals_and_hand_offs_work_and_new_locks_are_refu
 /// the next connection. Else its place would be kept for a ttl.
 #[tokio::test]
 async fn a_cancel_that_fails_at_once_is_repeated() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, other, mut raw) = (
         connect(&server).await,

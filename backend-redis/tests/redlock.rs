@@ -4,6 +4,7 @@
 
 mod support;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use std::time::Duration;
 
 use leasehold_conformance::{Flow, Proxy};
@@ -236,6 +237,7 @@ async fn a_lock_of_another_program_excludes_ours_and_is_shown() {
 
 #[tokio::test]
 async fn wrong_sets_of_nodes_are_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let refused = |urls: &[&str]| failed(RedlockOptions::new(urls)).kind();
     assert_eq!(refused(&["redis://a", "redis://b"]), ErrorKind::Invalid);
     let twice = ["redis://a", "redis://b", "redis://a"];

@@ -3,6 +3,7 @@
 
 mod support;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use std::time::Duration;
 
 use leasehold_conformance::{Flow, Proxy};
@@ -31,6 +32,7 @@ async fn until_waiting(raws: &mut [Raw], name: &str, clients: u64) {
 /// Case 6: the nodes forget the scripts between acquire, renewal and release.
 #[tokio::test]
 async fn forgotten_scripts_are_loaded_again_unseen() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;
@@ -54,6 +56,7 @@ async fn forgotten_scripts_are_loaded_again_unseen() {
 /// same holder.
 #[tokio::test]
 async fn a_restart_of_all_nodes_with_persistence_loses_nothing() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, ["--appendonly", "yes", "--appendfsync", "always"]).await;
     let options = RedlockOptions::new(urls(&servers)).unwrap();
     // The guard is on: had they forgotten anything, they would not vote for longer than this test.
@@ -80,6 +83,7 @@ async fn a_restart_of_all_nodes_with_persistence_loses_nothing() {
 /// is said, and waiters get it.
 #[tokio::test]
 async fn a_restart_without_persistence_of_a_majority_loses_the_lock_and_says_so() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let mut hold = granted(&client, &claim("a", LONG)).await;
@@ -98,6 +102,7 @@ async fn a_restart_without_persistence_of_a_majority_loses_the_lock_and_says_so(
 
 #[tokio::test]
 async fn flushall_on_a_majority_loses_the_lock_and_on_a_minority_does_not() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;
@@ -118,6 +123,7 @@ async fn flushall_on_a_majority_loses_the_lock_and_on_a_minority_does_not() {
 /// releases.
 #[tokio::test]
 async fn a_waiter_whose_connections_were_cut_is_served() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let other = redlock(redlock_options(&servers)).await;
@@ -149,6 +155,7 @@ async fn a_waiter_whose_connections_were_cut_is_served() {
 
 #[tokio::test]
 async fn paused_nodes_lose_nothing_that_lasts_longer() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;
@@ -166,6 +173,7 @@ async fn paused_nodes_lose_nothing_that_lasts_longer() {
 /// is room again.
 #[tokio::test]
 async fn with_their_memory_full_renewals_work_and_new_locks_are_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;
@@ -198,6 +206,7 @@ async fn with_their_memory_full_renewals_work_and_new_locks_are_refused() {
 /// Nodes that may throw locks away are warned of, one by one, also when they come later.
 #[tokio::test]
 async fn evicting_nodes_are_warned_of() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let evicting = ["--maxmemory", "100mb", "--maxmemory-policy", "volatile-lru"];
     let mut servers = servers(1, evicting).await;
     servers.push(server([]).await);
@@ -225,6 +234,7 @@ async fn evicting_nodes_are_warned_of() {
 /// Case 31: what a hand-off costs does not grow with those who wait in a client.
 #[tokio::test]
 async fn a_hand_off_costs_the_same_with_200_waiters() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     async fn calls_per_hand_off(waiters: u64) -> u64 {
         const HAND_OFFS: u64 = 10;
         let servers = servers(3, []).await;
@@ -303,6 +313,7 @@ fn stopped_waiters_and_an_operator_who_listens_do_not_hold_up_the_living() {
 /// Case 52: a holder with a much shorter ttl than the waiter's dies.
 #[tokio::test]
 async fn a_waiter_wakes_after_a_holder_with_a_shorter_ttl_died() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let client = redlock(redlock_options(&servers)).await;
     let dead = granted(&client, &claim("a", Duration::from_millis(300))).await;
@@ -315,6 +326,7 @@ async fn a_waiter_wakes_after_a_holder_with_a_shorter_ttl_died() {
 /// lock again; case 4 and 20: the new hold is untouched, and its token higher.
 #[tokio::test]
 async fn a_repeated_release_leaves_the_same_owners_next_grant_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let mut proxies = Vec::new();
     for server in &servers {
@@ -360,6 +372,7 @@ async fn a_repeated_release_leaves_the_same_owners_next_grant_alone() {
 /// Case 27: an owner's tokens through expiry, take-over and re-entry.
 #[tokio::test]
 async fn tokens_are_equal_on_reentry_and_rise_with_each_grant() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, []).await;
     let ttl = Duration::from_secs(10);
     let locks = Locks::new(redlock(redlock_options(&servers)).await)
@@ -381,6 +394,7 @@ async fn tokens_are_equal_on_reentry_and_rise_with_each_grant() {
 /// `LOADING`: nodes that read their data are as good as down, and votes are found in it again.
 #[tokio::test]
 async fn nodes_that_load_their_data_are_waited_for() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let servers = servers(3, SLOW_TO_LOAD).await;
     let client = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;

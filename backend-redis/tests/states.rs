@@ -122,21 +122,25 @@ async fn on_a_single_server(state: State) {
 
 #[tokio::test]
 async fn a_primary_that_becomes_a_replica() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_single_server(State::Replica).await;
 }
 
 #[tokio::test]
 async fn a_server_that_cannot_save() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_single_server(State::Misconf).await;
 }
 
 #[tokio::test]
 async fn a_server_with_too_few_replicas() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_single_server(State::NoReplicas).await;
 }
 
 #[tokio::test]
 async fn a_server_that_runs_a_long_script() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_single_server(State::Busy).await;
 }
 
@@ -183,20 +187,24 @@ async fn on_a_redlock(state: State) {
 
 #[tokio::test]
 async fn nodes_that_become_replicas() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_redlock(State::Replica).await;
 }
 
 #[tokio::test]
 async fn nodes_that_cannot_save() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_redlock(State::Misconf).await;
 }
 
 #[tokio::test]
 async fn nodes_with_too_few_replicas() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_redlock(State::NoReplicas).await;
 }
 
 #[tokio::test]
 async fn nodes_that_run_a_long_script() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     on_a_redlock(State::Busy).await;
 }

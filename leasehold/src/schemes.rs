@@ -19,6 +19,8 @@ pub(crate) const SCHEMES: &[Scheme] = &[
     file::SCHEME,
     redis::PLAIN,
     redis::TLS,
+    redis::SENTINEL,
+    redis::SENTINEL_TLS,
     redlock::SCHEME,
     etcd::PLAIN,
     etcd::TLS,

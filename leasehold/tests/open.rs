@@ -205,6 +205,7 @@ async fn a_store_that_was_not_built_in_says_how() {
         left_out.push(("redis://me:hunter2@host", "redis", "redis"));
         left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
         left_out.push(("redlock://a,b,c?max_ttl=5s", "redlock", "redis"));
+        left_out.push(("redis+sentinel://a,b/m", "redis+sentinel", "redis"));
     }
     if cfg!(not(feature = "etcd")) {
         left_out.push(("etcd://me:hunter2@host,other", "etcd", "etcd"));
@@ -262,6 +263,18 @@ mod redis {
                 "redlock://a,b,c?node_timeout=0s".into(),
                 "node_timeout=0s is no limit",
             ),
+            (
+                "redis+sentinel://a,b?replicas=1".into(),
+                "behind the sentinels stands the name",
+            ),
+            (
+                "redis+sentinel://a/m?replicas=some".into(),
+                "replicas=some is no number of replicas",
+            ),
+            (
+                "redis+sentinel://a/m?client_key=/a".into(),
+                "a redis+sentinel: URL has no option client_key",
+            ),
             ("redlock://a,b".into(), "3, 5 or 7 independent servers"),
             ("redlock://a,b,a".into(), "given twice"),
             ("redis:".into(), "redis://localhost"),
@@ -270,6 +283,27 @@ mod redis {
             let said = refusal(&url).await;
             assert!(said.contains(says), "{url}: {said}");
         }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_behind_sentinels_is_opened_with_its_options() {
+        use leasehold_conformance::fixtures::sentinel::SentinelGroup;
+        let group = match SentinelGroup::find().await {
+            Ok(group) => group,
+            Err(missing) => {
+                assert!(!missing.is_required(), "{missing}");
+                eprintln!("not tried: {missing}");
+                return;
+            }
+        };
+        let url = group.url();
+        let locks = opened(&format!("{url}?replicas=2&prefix=here:")).await;
+        locks.lock("a").await.expect("free");
+        // There are two, and never a third.
+        let locks = opened(&format!("{url}?replicas=3&request_limit=200ms")).await;
+        let error = locks.lock("a").await.expect_err("not confirmed");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("2 of the 3"), "{error}");
     }
 
     #[tokio::test(flavor = "multi_thread")]
@@ -319,6 +353,9 @@ mod redis {
             "redis://me:hunter2@host:port",
             "redis://me:hunter2%@host/a",
             "rediss://hunter2:hunter2@host/a?ttl=1s",
+            "redis+sentinel://me:pass/hunter2@a/m",
+            "redis+sentinel://me:hunter2@a/m?sentinel_password=hunter2&replicas=x",
+            "redis+sentinel://me:hunter2@a",
         ] {
             let error = open(url).await.expect_err(url);
             let said = format!("{error} {error:?}");
@@ -502,6 +539,27 @@ mod zk {
             said.contains("127.0.0.1:1,127.0.0.1:2") && !said.contains("hunter2"),
             "{said}"
         );
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_behind_sentinels_is_opened_with_its_options() {
+        use leasehold_conformance::fixtures::sentinel::SentinelGroup;
+        let group = match SentinelGroup::find().await {
+            Ok(group) => group,
+            Err(missing) => {
+                assert!(!missing.is_required(), "{missing}");
+                eprintln!("not tried: {missing}");
+                return;
+            }
+        };
+        let url = group.url();
+        let locks = opened(&format!("{url}?replicas=2&prefix=here:")).await;
+        locks.lock("a").await.expect("free");
+        // There are two, and never a third.
+        let locks = opened(&format!("{url}?replicas=3&request_limit=200ms")).await;
+        let error = locks.lock("a").await.expect_err("not confirmed");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("2 of the 3"), "{error}");
     }
 
     #[tokio::test(flavor = "multi_thread")]
