@@ -376,7 +376,7 @@ impl Hold for FlawedHold {
         match self.client.flaw {
             Flaw::RenewsNothing => {}
             Flaw::BelievesTooLong | Flaw::NeverExpires | Flaw::KeepsForEver => {
-                self.inner().renew().await?
+                self.inner().renew().await?;
             }
             _ => return self.inner().renew().await,
         }

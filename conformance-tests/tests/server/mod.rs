@@ -402,7 +402,7 @@ impl Client {
             let answer = timeout(silence, line.read()).await??;
             match answer.split_once(' ') {
                 Some(("granted", _)) if *queued && self.flaw == Flaw::MissesWakeUps => {
-                    std::future::pending().await
+                    std::future::pending::<()>().await;
                 }
                 Some(("granted", token)) => break token.parse().map_err(io::Error::other)?,
                 _ if answer == "waiting" => *queued = true,
