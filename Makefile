@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: demo test verify fix
+.PHONY: demo test drill verify fix
 
 ## Several processes want one lock: one at a time, tokens rising.
 demo: toolchain
@@ -14,11 +14,16 @@ test: toolchain
 	scripts/install-servers
 	$(CARGO) test --workspace --all-features
 
+## Kills Redis masters under load, ROUNDS times in each case, and counts double holds.
+drill: toolchain
+	scripts/install-servers
+	$(CARGO) run --quiet --package leasehold-redis --example drill -- --rounds $(or $(ROUNDS),20)
+
 ## Changes nothing: format, lints, each feature alone, documentation; licences and bans where cargo-deny is installed.
 verify: toolchain
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
-	@for features in "" file redis etcd zk postgres; do \
+	@for features in "" file redis etcd zk zk-tls postgres; do \
 	echo "leasehold with the features: $${features:-none}"; \
 	$(CARGO) check --quiet --locked --package leasehold --no-default-features --features "$$features" || exit 1; \
 	done

@@ -62,7 +62,7 @@ impl Etcd {
     /// - [`ErrorKind::Unsupported`] if the server is older than etcd 3.4, or outside of a tokio runtime.
     /// - [`ErrorKind::Invalid`] for options that contradict each other or cannot be read.
     /// - [`ErrorKind::Other`] if user or password is wrong, or the user may not use the prefix; it says
-    ///   which right to grant.
+    ///   which right to grant. Or if one side does not accept the other's certificate.
     ///
     /// # Cancel safety
     /// As [`connect`](Self::connect).
@@ -71,7 +71,9 @@ impl Etcd {
         runtime()?;
         let link = Link::start(options.clone());
         let mut guarantees = Self::GUARANTEES;
-        guarantees.shortest_ttl = look_whether_it_will_do(&link, &options).await?;
+        guarantees.shortest_ttl = look_whether_it_will_do(&link, &options)
+            .await
+            .map_err(|error| hinted(&error, &options))?;
         Ok(Self {
             options,
             guarantees,
@@ -113,6 +115,17 @@ impl Etcd {
         };
         let mut found = link.endpoints.request(REQUEST_LIMIT, request).await?;
         Ok(found.take_kvs().into_iter().next())
+    }
+}
+
+/// Servers that want TLS, or a certificate, often just close the connection: then the first error of all
+/// says what to look at.
+fn hinted(error: &Error, options: &EtcdOptions) -> Error {
+    match options.tls_hint() {
+        hint if error.kind() == ErrorKind::Unavailable => {
+            Error::new(ErrorKind::Unavailable, format!("{error}; {hint}"))
+        }
+        _ => error.clone(),
     }
 }
 

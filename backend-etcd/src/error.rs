@@ -153,6 +153,26 @@ fn of_status(code: i32, text: &str) -> (Cause, ErrorKind, &'static str) {
             ErrorKind::Unsupported,
             "it does not know this request: is it etcd 3.4 or newer?",
         )
+    } else if says("invalid peer certificate") {
+        (
+            Cause::NotReached,
+            ErrorKind::Other,
+            "its certificate is not accepted: name the authority that signed it \
+             (with_certificate_authority), and the host as it is named there",
+        )
+    } else if says("received fatal alert") {
+        (
+            Cause::NotReached,
+            ErrorKind::Other,
+            "it does not accept who we are: show a certificate that its authority signed \
+             (with_client_certificate)",
+        )
+    } else if says("received corrupt message") {
+        (
+            Cause::NotReached,
+            ErrorKind::Other,
+            "it does not speak TLS: begin the endpoint with http://, or with etcd:// in a URL",
+        )
     } else if says("request timed out") || says("leader changed") || says("server stopped") {
         (Cause::Unanswered, ErrorKind::Unavailable, "")
     } else if says("etcdserver: ") {

@@ -30,6 +30,8 @@ pub(crate) fn place(folder: &str, lease: i64, claim: Uuid) -> String {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn of(name: &str) -> String {
@@ -53,6 +55,35 @@ mod tests {
                     "{one_folder} {other_folder}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_million_names_never_meet_and_none_lies_in_anothers_folder() {
+        let folders = leasehold_conformance::names_never_meet(|key| folder("locks/", key));
+        // In order, what begins with one comes right behind it.
+        let inside = folders
+            .windows(2)
+            .find(|pair| pair[1].starts_with(&pair[0]));
+        assert_eq!(inside, None);
+    }
+
+    proptest! {
+        /// What can be read back from a folder was not lost in it.
+        #[test]
+        fn a_name_can_be_read_back(name in "([/%]|%2F|%25|[a-z]|\\PC|(?s:.)){1,12}") {
+            let folder = of(&name);
+            let written = folder.strip_prefix("locks/").and_then(|it| it.strip_suffix('/')).unwrap();
+            prop_assert!(!written.contains('/'), "{written}");
+            let mut read = String::new();
+            let mut parts = written.split('%');
+            read.push_str(parts.next().unwrap_or_default());
+            for part in parts {
+                let (code, rest) = part.split_at(2);
+                read.push(match code { "2F" => '/', "25" => '%', _ => panic!("{code}") });
+                read.push_str(rest);
+            }
+            prop_assert_eq!(read, name);
         }
     }
 

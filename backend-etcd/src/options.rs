@@ -185,6 +185,21 @@ impl EtcdOptions {
         options
     }
 
+    /// What to look at if no server answers.
+    pub(crate) fn tls_hint(&self) -> &'static str {
+        let secure = self.servers().any(|(_, url)| url.starts_with("https"));
+        match (secure, &self.identity) {
+            (false, _) => "if TLS is spoken there, begin the endpoint with https://",
+            (true, None) => {
+                "if a certificate of ours is wanted there, give one (with_client_certificate)"
+            }
+            (true, Some(_)) => {
+                "the certificate that we show (with_client_certificate) must be signed by the authority \
+                 that the servers trust"
+            }
+        }
+    }
+
     pub(crate) fn has_user(&self) -> bool {
         self.user.is_some()
     }

@@ -154,6 +154,11 @@ mod tests {
     }
 
     #[test]
+    fn a_million_names_never_meet_also_where_case_is_folded() {
+        leasehold_conformance::names_never_meet(|key| stem(key.as_str()).to_lowercase());
+    }
+
+    #[test]
     fn devices_of_windows_are_no_files() {
         for key in ["con", "nul.tar.gz", "com1", "lpt9.x", "aux", "prn"] {
             assert!(stem(key).starts_with('%'), "{key}");

@@ -145,6 +145,18 @@ impl Backend for Postgres {
 /// The server counts shorter times too, but a session must live long enough to be set up.
 const SHORTEST_TTL: Duration = Duration::from_millis(100);
 
+/// How long another session's answer is waited for at least.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// An answer that was not there in time, if it comes yet.
+async fn answered(mut late: oneshot::Receiver<String>, patience: Duration) -> Option<String> {
+    match late.try_recv() {
+        Ok(text) => Some(text),
+        Err(oneshot::error::TryRecvError::Empty) => timeout(patience, late).await.ok()?.ok(),
+        Err(oneshot::error::TryRecvError::Closed) => None,
+    }
+}
+
 /// What is asked for, in every step of an acquire.
 struct Ask<'a> {
     claimant: &'a Claimant,
@@ -400,7 +412,7 @@ impl Client {
         const TRIES: usize = 5;
         let mut seen = None;
         for _ in 0..TRIES {
-            let (found, reply) = self.ask_others(key, Some(Question::Who)).await?;
+            let (found, reply, _late) = self.ask_others(key, Some(Question::Who)).await?;
             let Some(found) = found else {
                 return Ok(None);
             };
@@ -425,7 +437,7 @@ impl Client {
             Some((session, None)) => (Some(session), None),
             None => (None, Some(Question::Evict(None))),
         };
-        let (found, reply) = self.ask_others(key, what).await?;
+        let (found, reply, late) = self.ask_others(key, what).await?;
         let Some(found) = found else {
             return Ok(false);
         };
@@ -438,7 +450,11 @@ impl Client {
         if session.is_some_and(|session| session != found.session) {
             return Ok(false);
         }
-        self.terminate(key, &found.session).await
+        if self.terminate(key, &found.session).await? {
+            return Ok(true);
+        }
+        // It does not hold it any more: perhaps because it did what it was asked, and says so late.
+        Ok(answered(late, PATIENCE).await.as_deref() == Some(DONE))
     }
 
     /// Who has the lock, and what that session answers to a question, if it does.
@@ -446,13 +462,12 @@ impl Client {
         &self,
         key: LockId,
         what: Option<Question>,
-    ) -> Result<(Option<Seen>, Option<String>)> {
+    ) -> Result<(Option<Seen>, Option<String>, oneshot::Receiver<String>)> {
         // An answer takes a few times as long as one of the server's.
-        const PATIENCE: Duration = Duration::from_millis(100);
         const TIMES: u32 = 4;
         let session = self.sessions.any_shared().await?;
         let started = Moment::now();
-        let ((seen, found), (replied, reply)) = (oneshot::channel(), oneshot::channel());
+        let ((seen, found), (replied, mut reply)) = (oneshot::channel(), oneshot::channel());
         // Not accepted: it ends just now.
         drop(session.send(Job::Ask {
             key,
@@ -464,11 +479,11 @@ impl Client {
             Err(self.unavailable("the session ended while it was asked"))
         })?;
         let patience = PATIENCE.max(started.elapsed() * TIMES);
-        let reply = match (&found, what) {
-            (Some(Seen { listens: true, .. }), Some(_)) => timeout(patience, reply).await,
-            _ => return Ok((found, None)),
+        let text = match (&found, what) {
+            (Some(Seen { listens: true, .. }), Some(_)) => timeout(patience, &mut reply).await,
+            _ => return Ok((found, None, reply)),
         };
-        Ok((found, reply.ok().and_then(Result::ok)))
+        Ok((found, text.ok().and_then(Result::ok), reply))
     }
 
     /// On a connection of its own: the session that is to be ended may be the one that would ask.

@@ -24,7 +24,12 @@ pub(crate) fn explain(doing: &str, error: sqlx::Error) -> Error {
             ErrorKind::Unsupported,
             "; tokens need a server that can be written to: connect to the primary",
         ),
-        "28000" | "28P01" => (
+        "28000" => (
+            ErrorKind::Other,
+            "; check the user, and what pg_hba.conf on the server asks for: TLS (sslmode=verify-full), or \
+             a certificate too (sslcert, sslkey)",
+        ),
+        "28P01" => (
             ErrorKind::Other,
             "; check user and password, and pg_hba.conf on the server",
         ),
@@ -59,14 +64,21 @@ fn answer(error: &sqlx::Error) -> Option<&PgDatabaseError> {
         .and_then(|error| error.try_downcast_ref::<PgDatabaseError>())
 }
 
+const TLS: &str = "; the server's certificate must be signed by the authority in sslrootcert and, for \
+                   sslmode=verify-full, be for this host; ours (sslcert, sslkey) by the one that the \
+                   server trusts";
+
 fn not_from_the_server(doing: &str, error: sqlx::Error) -> Error {
-    let kind = match error {
-        sqlx::Error::Configuration(_) | sqlx::Error::InvalidArgument(_) => ErrorKind::Invalid,
+    let (kind, advice) = match &error {
+        sqlx::Error::Configuration(_) | sqlx::Error::InvalidArgument(_) => (ErrorKind::Invalid, ""),
         // A certificate that is not accepted stays so.
-        sqlx::Error::Tls(_) | sqlx::Error::Decode(_) | sqlx::Error::ColumnDecode { .. } => {
-            ErrorKind::Other
+        sqlx::Error::Tls(_) => (ErrorKind::Other, TLS),
+        // The same, where the other side says so after the handshake.
+        sqlx::Error::Io(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+            (ErrorKind::Other, TLS)
         }
-        _ => ErrorKind::Unavailable,
+        sqlx::Error::Decode(_) | sqlx::Error::ColumnDecode { .. } => (ErrorKind::Other, ""),
+        _ => (ErrorKind::Unavailable, ""),
     };
-    Error::with_source(kind, format!("{doing}: {error}"), error)
+    Error::with_source(kind, format!("{doing}: {error}{advice}"), error)
 }

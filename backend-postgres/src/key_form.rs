@@ -118,6 +118,13 @@ mod tests {
         );
     }
 
+    /// Nothing can be read back from a hash, and two of them may meet; that it takes more than some
+    /// names that look alike can be shown.
+    #[test]
+    fn a_million_names_never_meet() {
+        leasehold_conformance::names_never_meet(|key| hashed(key.as_str()));
+    }
+
     #[test]
     fn numbers_have_one_spelling() {
         assert_eq!(id(KeyForm::Bigint, "42"), Some(42));

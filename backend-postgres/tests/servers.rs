@@ -7,7 +7,8 @@ mod support;
 use std::time::Duration;
 
 use leasehold_conformance::Control as _;
-use leasehold_conformance::fixtures::postgres::PgBouncer;
+use leasehold_conformance::fixtures::certificates::{Authority, Certificate};
+use leasehold_conformance::fixtures::postgres::{PgBouncer, PostgresServer};
 use leasehold_core::{ErrorKind, Locks};
 use leasehold_postgres::{KeyForm, Postgres};
 use support::{
@@ -352,6 +353,54 @@ async fn tokens_rise_across_a_crash_and_a_promotion() {
         "{} after {highest}",
         guard.token()
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_rise_through_a_thousand_grants_however_they_end() {
+    const CYCLES: u32 = 1000;
+    let server = server!();
+    let (one, two) = (locks(&server).await, locks(&server).await);
+    let mut last = None;
+    for cycle in 0..CYCLES {
+        let locks = if cycle % 3 == 0 { &one } else { &two };
+        let owner = locks.owner();
+        // A client that has just lost its session may say so once.
+        let granted = async {
+            loop {
+                match owner.lock("job").await {
+                    Ok(guard) => return guard,
+                    Err(error) => assert!(error.is_transient(), "{error:?}"),
+                }
+            }
+        };
+        let guard = soon("granted", granted).await;
+        let again = owner.lock("job").await.unwrap();
+        assert_eq!(again.token(), guard.token(), "equal on re-entry");
+        assert!(last < Some(guard.token()), "cycle {cycle}: {last:?}");
+        last = Some(guard.token());
+        match cycle % 250 {
+            50 => assert!(one.evict("job", None).await.unwrap()),
+            100 => {
+                let ours = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
+                            WHERE application_name LIKE 'leasehold %'";
+                server.psql(ours).await.unwrap();
+            }
+            150 => server.restart().await.unwrap(),
+            _ => {
+                again.release().await.unwrap();
+                guard.release().await.unwrap();
+                continue;
+            }
+        }
+        soon("lost fires", guard.lost()).await;
+        assert!(!again.is_held());
+    }
+    one.close().await.unwrap();
+    two.close().await.unwrap();
+    let mut psql = foreign(&server).await;
+    assert_eq!(ask::<i64>(&mut psql, HELD).await, 0);
+    let left = "SELECT count(*) FROM pg_class WHERE relnamespace = 'public'::regnamespace";
+    assert_eq!(ask::<i64>(&mut psql, left).await, 1, "the sequence alone");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -761,6 +810,7 @@ async fn waiters_use_none_of_the_applications_connections() {
 
 #[test]
 fn another_runtime_gets_sessions_of_its_own() {
+    leasehold_conformance::skip_without!(PostgresServer::missing());
     let runtime = || {
         tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -769,14 +819,12 @@ fn another_runtime_gets_sessions_of_its_own() {
     };
     let first = runtime();
     let started = first.block_on(async {
-        let server = support::start(&[]).await?;
+        let server = PostgresServer::start([""; 0]).await.unwrap();
         let locks = locks(&server).await;
         locks.lock("job").await.unwrap().release().await.unwrap();
-        Some((server, locks))
+        (server, locks)
     });
-    let Some((server, locks)) = started else {
-        return;
-    };
+    let (server, locks) = started;
     // The first is still there, but nobody drives it.
     let second = runtime();
     second.block_on(async {
@@ -819,4 +867,85 @@ async fn a_server_that_is_gone_is_an_error_at_once_and_back_when_it_is() {
     server.kill().await;
     let failed = timeout(SOON, short.lock("late")).await.unwrap();
     assert_eq!(failed.unwrap_err().kind(), ErrorKind::Unavailable);
+}
+
+/// Who may come in by TLS, and what is said to the others.
+#[tokio::test(flavor = "multi_thread")]
+async fn tls_with_certificates_for_both_sides() {
+    leasehold_conformance::skip_without!(Authority::missing("postgres"));
+    let server = server!();
+    let (ours, other) = (Authority::new().unwrap(), Authority::new().unwrap());
+    // The superuser as before; the others by TLS only, with a certificate in their name.
+    let rules = "hostssl all app 127.0.0.1/32 cert\n\
+                 hostssl all careful 127.0.0.1/32 trust clientcert=verify-full\n\
+                 host all postgres 127.0.0.1/32 trust\n";
+    let own = ours.sign("server").unwrap();
+    server
+        .psql("CREATE ROLE app LOGIN; CREATE ROLE careful LOGIN; GRANT CREATE ON SCHEMA public TO app")
+        .await
+        .unwrap();
+    server.speak_tls(&ours, &own, rules).await.unwrap();
+
+    let app = ours.sign("app").unwrap();
+    let url = |role: &str, authority: &Authority, certificate: Option<&Certificate>| {
+        let authority = authority.certificate();
+        let mut url = format!(
+            "{}?sslmode=verify-full&sslrootcert={}",
+            server.url_for(role),
+            authority.display()
+        );
+        if let Some(certificate) = certificate {
+            url += &format!(
+                "&sslcert={}&sslkey={}",
+                certificate.certificate.display(),
+                certificate.key.display()
+            );
+        }
+        url
+    };
+    let locks = patient(
+        Postgres::connect(url("app", &ours, Some(&app)))
+            .await
+            .unwrap(),
+    );
+    let other_client = Postgres::connect(url("app", &ours, Some(&app)));
+    let next = patient(other_client.await.unwrap());
+    let guard = locks.lock("job").await.unwrap();
+    let waiter = tokio::spawn(async move { next.lock("job").await });
+    let mut psql = foreign(&server).await;
+    until(&mut psql, "it waits", WAITING, 1).await;
+    let encrypted = "SELECT count(*) FROM pg_stat_ssl JOIN pg_stat_activity USING (pid) \
+                     WHERE usename = 'app' AND NOT ssl";
+    assert_eq!(ask::<i64>(&mut psql, encrypted).await, 0);
+    guard.release().await.unwrap();
+    let guard = soon("granted", waiter).await.unwrap().unwrap();
+    guard.release().await.unwrap();
+
+    let stranger = other.sign("app").unwrap();
+    let plain = format!("{}?sslmode=disable", server.url_for("app"));
+    for (url, says) in [
+        (url("app", &other, Some(&app)), "sslrootcert"),
+        (url("app", &ours, None), "sslcert"),
+        (url("careful", &ours, Some(&app)), "sslcert"),
+        (url("app", &ours, Some(&stranger)), "sslcert"),
+        (plain, "sslmode"),
+    ] {
+        let error = soon("it is refused", Postgres::connect(&url)).await;
+        let error = error.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Other, "{url}: {error:?}");
+        assert!(error.to_string().contains(says), "{url}: {error}");
+    }
+    // One that is for another host; the server takes it up when it sees fit.
+    let named = ours.sign_for("named", "DNS:elsewhere.example").unwrap();
+    server.speak_tls(&ours, &named, rules).await.unwrap();
+    let refused = async {
+        loop {
+            if let Err(error) = Postgres::connect(url("app", &ours, Some(&app))).await {
+                return error;
+            }
+        }
+    };
+    let error = soon("the certificate is another", refused).await;
+    assert_eq!(error.kind(), ErrorKind::Other, "{error:?}");
+    assert!(error.to_string().contains("verify-full"), "{error}");
 }

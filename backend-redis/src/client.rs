@@ -1,10 +1,11 @@
+use std::cell::RefCell;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use leasehold_core::{Error, Result};
-use redis::RedisError;
+use redis::{RedisError, Script, Value};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -17,9 +18,13 @@ use crate::connection::{Connection, no_runtime};
 use crate::error;
 use crate::inbox::{Inbox, Orphan};
 use crate::names::{LockKeys, Names};
+use crate::redlock;
+use crate::replicas::Replicas;
 use crate::request::{Place, Sender};
 use crate::script::{self, IN_A_CLUSTER, Minting, ON_A_SERVER, PROBE};
 use crate::servers::{Line, Servers};
+use crate::target::Target;
+use crate::value;
 
 /// One client of one server, which may be a node of a cluster: the connection that is up.
 ///
@@ -28,6 +33,7 @@ use crate::servers::{Line, Servers};
 ///    woken, and whoever has something to send opens the next one, in its own runtime, all of them
 ///    together one: first the inbox, then it is up, then everybody who waits asks again from its
 ///    place. Between attempts that fail the pause grows to a second.
+///    What is held is then looked for on the new connection.
 /// 3. *Suspect.* A request got no answer in time ([`suspect`](Self::suspect)): the server may be slow,
 ///    or the other end is gone without a word. The connection is asked once more and another one is
 ///    opened; whichever answers first stays.
@@ -39,13 +45,15 @@ pub(crate) struct Client {
     pub(crate) names: Names,
     pub(crate) shared: Arc<Shared>,
     pub(crate) minting: &'static Minting,
-    pub(crate) opener: redis::Client,
+    pub(crate) target: Target,
     pub(crate) connect_timeout: Duration,
+    /// Who must confirm grants.
+    pub(crate) replicas: Replicas,
     state: watch::Sender<State>,
     failures: AtomicU32,
     /// The cluster that its server is a node of.
     cluster: Weak<Cluster>,
-    /// Hears all messages in place of the inbox.
+    /// Hears all messages in place of the inbox: that of a node of a Redlock.
     listener: Option<Listener>,
 }
 
@@ -66,8 +74,8 @@ pub(crate) type Listener = Box<dyn Fn(&str) + Send + Sync>;
 
 enum State {
     Up(Arc<Connection>),
-    /// The connection of this number.
-    Opening(u64),
+    /// The connection of this number, and why the attempt before it failed.
+    Opening(u64, Option<Error>),
     /// `Some`: why the last attempt failed.
     Down(Option<Error>),
     Closed,
@@ -116,7 +124,8 @@ impl Client {
             names,
             shared: Arc::default(),
             minting,
-            opener: options.client()?,
+            target: options.target()?,
+            replicas: Replicas::new(options.replicas),
             connect_timeout: options.connect_timeout,
             state: watch::Sender::new(State::Down(None)),
             failures: AtomicU32::new(0),
@@ -133,9 +142,15 @@ impl Client {
         call.arg(0).arg(self.id.to_string());
         let probe = connection.probe(self, &PROBE, &call);
         match timeout(self.connect_timeout, probe).await {
-            Ok(probed) => probed,
-            Err(_elapsed) => Err(error::silent(&self.address, self.connect_timeout)),
+            Ok(probed) => probed?,
+            Err(_elapsed) => return Err(error::silent(&self.address, self.connect_timeout)),
         }
+        if self.replicas.are_asked() {
+            let wait = redis::cmd("WAIT").arg(0).arg(0).clone();
+            let answer = connection.ask::<usize>(&wait).await;
+            answer.map_err(|e| self.refused(&e, "+wait"))?;
+        }
+        Ok(())
     }
 
     /// The connection; opens one if there is none.
@@ -152,6 +167,7 @@ impl Client {
         let mut state = self.state.subscribe();
         self.open_if_down()?;
         let mut again = true;
+        let mut attempt = None;
         loop {
             let orphaned = match &*state.borrow_and_update() {
                 State::Up(connection) => return Ok(connection.clone()),
@@ -159,7 +175,14 @@ impl Client {
                 State::Down(Some(e)) => return Err(e.clone()),
                 // The runtime that was to open it has ended.
                 State::Down(None) => true,
-                State::Opening(_) => false,
+                // Somebody else began the next one before this was polled.
+                State::Opening(number, Some(e)) if attempt.is_some_and(|it| it != *number) => {
+                    return Err(e.clone());
+                }
+                State::Opening(number, _) => {
+                    attempt = Some(*number);
+                    false
+                }
             };
             if orphaned && again {
                 again = false;
@@ -196,6 +219,14 @@ impl Client {
             inbox: self.id,
             floor: self.floor(connection),
             server_now: connection.server_now(),
+        }
+    }
+
+    /// What is loaded as soon as a connection stands.
+    pub(crate) fn scripts(&self) -> Vec<&'static Script> {
+        match &self.listener {
+            Some(_) => redlock::script::all().into(),
+            None => self.minting.and_others().collect(),
         }
     }
 
@@ -236,15 +267,46 @@ impl Client {
     }
 
     /// Connection `number` has ended.
-    pub(crate) fn lost(&self, number: u64) {
-        let ended = self.replace_if(
-            |state| matches!(state, State::Up(connection) if connection.number == number),
-            || State::Down(None),
-        );
+    pub(crate) fn lost(self: &Arc<Self>, number: u64) {
+        let mut runtime = None;
+        let is_up = |state: &State| match state {
+            State::Up(connection) if connection.number == number => {
+                connection.set_over();
+                runtime = Some(connection.runtime.clone());
+                true
+            }
+            _ => false,
+        };
+        let ended = self.replace_if(is_up, || State::Down(None));
         if ended {
             info!(target: "leasehold", server = %self.address, "connection lost");
             self.shared.inbox.wake_all();
             self.ails();
+            if let Some(runtime) = runtime {
+                self.reconnect_for_holds(&runtime);
+            }
+        }
+    }
+
+    /// What is held is proven on the next connection, and hears of evictions there: so there is to be
+    /// one though nobody asks for anything.
+    fn reconnect_for_holds(self: &Arc<Self>, runtime: &Handle) {
+        let client = Arc::downgrade(self);
+        let task = async move {
+            // Opening pauses by itself.
+            while let Some(client) = client.upgrade()
+                && client.shared.inbox.is_holding()
+                && let Err(e) = client.connection().await
+                && e.is_transient()
+            {}
+        };
+        drop(runtime.spawn(task));
+    }
+
+    /// A request beside the connection that is up was not answered in time, by the same server.
+    pub(crate) fn suspect_up(self: &Arc<Self>) {
+        if let Some(connection) = self.current() {
+            self.suspect(&connection);
         }
     }
 
@@ -278,17 +340,55 @@ impl Client {
                 Some(opened) => {
                     let replaced = client.replace_if(
                         |state| matches!(state, State::Up(up) if up.number == suspected.number),
-                        || State::Up(opened),
+                        || State::Up(opened.clone()),
                     );
                     if replaced {
                         warn!(target: "leasehold", server = %client.address, "connection was silent, opened another");
-                        client.shared.inbox.wake_all();
+                        client.is_up(&opened).await;
                     }
                 }
                 None => client.lost(suspected.number),
             }
         };
         drop(runtime.spawn(task));
+    }
+
+    /// A new connection is the one that is up.
+    async fn is_up(self: &Arc<Self>, connection: &Connection) {
+        self.shared.inbox.wake_all();
+        if connection.is_over() {
+            // Another server became the master while it was opened.
+            self.lost(connection.number);
+        }
+        // Not for ever: this task keeps the client alive.
+        drop(timeout(self.connect_timeout, self.prove_holds(connection)).await);
+    }
+
+    /// Ends what is held here and the server at the other end of a new connection does not have: it may
+    /// be another server, or have lost its data. The next renewal would say so too, but later.
+    async fn prove_holds(&self, connection: &Connection) {
+        for holds in self.shared.inbox.held().chunks(128) {
+            let mut gets = redis::pipe();
+            for hold in holds {
+                gets.cmd("GET").arg(&*hold.lock);
+            }
+            let Ok(values) = connection.ask_all(&gets, holds.len()).await else {
+                return;
+            };
+            for (hold, value) in holds.iter().zip(values) {
+                let grant = value::grant(hold.claim, hold.token);
+                let proven = match &value {
+                    Value::BulkString(value) => value.starts_with(grant.as_bytes()),
+                    // Other data in its place.
+                    Value::ServerError(e) => e.code() != "WRONGTYPE",
+                    _ => false,
+                };
+                if !proven {
+                    info!(target: "leasehold", lock = %hold.lock, "lost: the server does not have it");
+                    self.shared.inbox.end(hold);
+                }
+            }
+        }
     }
 
     /// No token at or below it may be granted any more: the highest that this client knows of, and the
@@ -318,14 +418,21 @@ impl Client {
     fn open_if_down(self: &Arc<Self>) -> Result<()> {
         let runtime = Handle::try_current().map_err(|_| no_runtime())?;
         let number = self.next_number();
-        let down = |state: &State| matches!(state, State::Down(_));
-        if self.replace_if(down, || State::Opening(number)) {
+        let failed = RefCell::new(None);
+        let down = |state: &State| match state {
+            State::Down(e) => {
+                failed.replace(e.clone());
+                true
+            }
+            _ => false,
+        };
+        if self.replace_if(down, || State::Opening(number, failed.take())) {
             let attempt = Attempt(self.clone(), number);
             let task = async move {
                 let client = &attempt.0;
                 sleep(pause(client.failures.load(Ordering::Relaxed))).await;
                 let opened = Connection::open(client, number).await;
-                let failed = opened.is_err();
+                let connection = opened.as_ref().ok().cloned();
                 client.replace_if(
                     |state| attempt.is_on(state),
                     || match opened {
@@ -333,13 +440,14 @@ impl Client {
                         Err(e) => State::Down(Some(e)),
                     },
                 );
-                if failed {
-                    client.failures.fetch_add(1, Ordering::Relaxed);
-                    client.ails();
-                } else {
+                if let Some(connection) = connection {
                     client.failures.store(0, Ordering::Relaxed);
+                    client.is_up(&connection).await;
+                } else {
+                    client.failures.fetch_add(1, Ordering::Relaxed);
+                    client.shared.inbox.wake_all();
+                    client.ails();
                 }
-                client.shared.inbox.wake_all();
             };
             drop(runtime.spawn(task));
         }
@@ -365,11 +473,16 @@ impl Client {
 impl Client {
     /// What an error while connecting means: if it is a missing right, which `rule` to add.
     pub(crate) fn refused(&self, e: &RedisError, rule: &str) -> Error {
+        self.refused_at(&self.address, e, rule)
+    }
+
+    /// The same by the server called `server`.
+    pub(crate) fn refused_at(&self, server: &str, e: &RedisError, rule: &str) -> Error {
         let said = error::describe(e);
         if error::is_right_missing(&said) {
             self.rights_missing(&self.rule(&said, rule))
         } else {
-            error::map(&self.address, e)
+            error::map(server, e)
         }
     }
 
@@ -433,7 +546,7 @@ struct Attempt(Arc<Client>, u64);
 
 impl Attempt {
     fn is_on(&self, state: &State) -> bool {
-        matches!(state, State::Opening(number) if *number == self.1)
+        matches!(state, State::Opening(number, _) if *number == self.1)
     }
 }
 

@@ -1,21 +1,23 @@
 use std::pin::pin;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Waker};
 
 use leasehold_core::{Batch, Error, ErrorKind, Gather, Moment, Result, Way};
-use redis::aio::MultiplexedConnection;
+use redis::aio::{ConnectionLike as _, MultiplexedConnection};
 use redis::{
-    AsyncConnectionConfig, Cmd, PushInfo, PushKind, RedisError, RedisResult, Script,
+    AsyncConnectionConfig, Cmd, Pipeline, PushInfo, PushKind, RedisError, RedisResult, Script,
     ServerErrorKind, Value,
 };
 use tokio::runtime::Handle;
-use tracing::warn;
+use tokio::task::AbortHandle;
+use tracing::{info, warn};
 
 use crate::client::Client;
 use crate::error;
 use crate::request::{Request, Sender, Together};
 use crate::script::{self, TOGETHER};
+use crate::target::Watcher;
 
 /// One connection to the server: requests go out and are answered in order, messages come in between.
 ///
@@ -33,6 +35,8 @@ pub(crate) struct Connection {
     opened: Moment,
     redis: MultiplexedConnection,
     client: Weak<Client>,
+    over: Arc<AtomicBool>,
+    _watching: Option<Watching>,
     gather: Gather<Together, RedisResult<Value>>,
 }
 
@@ -43,7 +47,8 @@ const REQUESTS: usize = 2;
 const TOGETHER_AT_MOST: usize = 128;
 
 impl Connection {
-    /// Connects and signs in, loads the scripts and opens the inbox.
+    /// Connects and signs in, loads the scripts and opens the inbox; warns of a server that may throw
+    /// locks away.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the server cannot be reached, [`ErrorKind::Unsupported`] if it
@@ -73,7 +78,9 @@ impl Connection {
                 let mut unanswered = Unanswered(Some(self));
                 let answer = answer.await;
                 unanswered.0 = None;
-                answer.unwrap_or_else(|| Err(ended()))
+                let answer = answer.unwrap_or_else(|| Err(ended()));
+                self.heed(&answer);
+                answer
             }
         }
     }
@@ -94,13 +101,28 @@ impl Connection {
         let mut unanswered = Unanswered(Some(self));
         let answer = script::send(&mut self.redis.clone(), script, cmd, asking).await;
         unanswered.0 = None;
-        if let Err(e) = &answer
-            && e.is_unrecoverable_error()
+        self.heed(&answer);
+        answer
+    }
+
+    /// Whether this connection is one to go on with.
+    fn heed(&self, answer: &RedisResult<Value>) {
+        if let Err(e) = answer
+            // Read-only: it was the master once, and another is now.
+            && (e.is_unrecoverable_error() || error::is_read_only(e))
             && let Some(client) = self.client.upgrade()
         {
             client.lost(self.number);
         }
-        answer
+    }
+
+    /// It has ended, or its server is no longer the one to ask: what that granted is not proven.
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_over(&self) {
+        self.over.store(true, Ordering::Release);
     }
 
     /// Tries whether we may ask a node of a cluster for keys that are just coming to it.
@@ -115,6 +137,12 @@ impl Connection {
     /// Sends a command that is no script.
     pub(crate) async fn ask<T: redis::FromRedisValue>(&self, cmd: &Cmd) -> RedisResult<T> {
         cmd.query_async(&mut self.redis.clone()).await
+    }
+
+    /// Sends so many commands at once; a failed one among them is a value too.
+    pub(crate) async fn ask_all(&self, cmds: &Pipeline, count: usize) -> RedisResult<Vec<Value>> {
+        let mut redis = self.redis.clone();
+        redis.req_packed_commands(cmds, 0, count).await
     }
 
     /// Messages of `channel` come in from now on.
@@ -140,8 +168,7 @@ impl Connection {
         (self.server_clock / 1000).saturating_add(elapsed)
     }
 
-    /// Tries all that will be used, so that a missing right shows now and not when somebody waits,
-    /// and warns of a server that may throw locks away.
+    /// Tries all that will be used, so that a missing right shows now and not when somebody waits.
     ///
     /// # Errors
     /// [`ErrorKind::Other`] with the ACL rules that are missing; [`ErrorKind::Unsupported`] if the
@@ -162,13 +189,6 @@ impl Connection {
             .map_err(|e| refused(e, "+evalsha"))?;
         client.check_rights(&failed)?;
 
-        if let Some(policy) = evicting(&mut redis).await {
-            warn!(
-                target: "leasehold",
-                server = %client.address, policy,
-                "this server may throw locks away when its memory is full: set maxmemory-policy to noeviction"
-            );
-        }
         Ok(())
     }
 
@@ -189,12 +209,9 @@ impl Connection {
                 Ok::<_, ()>(())
             });
         let runtime = Handle::try_current().map_err(|_| no_runtime())?;
-        let opening = client
-            .opener
-            .get_multiplexed_async_connection_with_config(&config);
-        let opened = opening.await;
+        let opened = client.target.connect(client, &config).await;
         drop(config);
-        let mut redis = opened.map_err(|e| client.refused(&e, "+hello"))?;
+        let (mut redis, watcher) = opened?;
 
         let before = Moment::now();
         let clock = redis::cmd("TIME")
@@ -203,7 +220,7 @@ impl Connection {
         let (seconds, micros) = clock.map_err(|e| client.refused(&e, "+time"))?;
         // At once: a claim may be waiting for its first connection to this server.
         let mut load = redis::pipe();
-        for script in client.minting.and_others() {
+        for script in client.scripts() {
             load.load_script(script);
         }
         let scripts = load.cmd_iter().count();
@@ -218,6 +235,16 @@ impl Connection {
         let inbox = client.names.inbox(client.id);
         let subscribed = redis.subscribe(inbox).await;
         subscribed.map_err(|e| client.refused(&e, "+subscribe"))?;
+        // On every connection: a server may come back set up differently.
+        if let Some(policy) = evicting(&mut redis).await {
+            warn!(
+                target: "leasehold",
+                server = %client.address, policy,
+                "this server throws locks away when its memory is full, and then two may hold one: set maxmemory-policy to noeviction"
+            );
+        }
+        let over = Arc::new(AtomicBool::new(false));
+        let watching = watcher.map(|it| Watching::start(it, client, number, over.clone()));
         Ok(Arc::new_cyclic(|connection: &Weak<Self>| {
             let connection = connection.clone();
             Self {
@@ -228,6 +255,8 @@ impl Connection {
                 opened: before,
                 redis,
                 client: Arc::downgrade(client),
+                over,
+                _watching: watching,
                 gather: Gather::new(REQUESTS, TOGETHER_AT_MOST, move |batch| {
                     if let Some(connection) = connection.upgrade() {
                         connection.hand_on(batch);
@@ -322,6 +351,31 @@ impl Drop for End {
     }
 }
 
+/// The task that ends a connection when another server has become the master.
+#[derive(Debug)]
+struct Watching(AbortHandle);
+
+impl Watching {
+    fn start(watcher: Watcher, client: &Arc<Client>, number: u64, over: Arc<AtomicBool>) -> Self {
+        let client = Arc::downgrade(client);
+        let task = tokio::spawn(async move {
+            watcher.until_moved().await;
+            over.store(true, Ordering::Release);
+            if let Some(client) = client.upgrade() {
+                info!(target: "leasehold", server = %client.address, "another server is the master now");
+                client.lost(number);
+            }
+        });
+        Self(task.abort_handle())
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 struct Unanswered<'a>(Option<&'a Arc<Connection>>);
 
 impl Drop for Unanswered<'_> {
@@ -334,7 +388,8 @@ impl Drop for Unanswered<'_> {
     }
 }
 
-/// The policy by which a server throws keys away, if it does and lets us know.
+/// The policy by which a server throws keys away, if it does and lets us know. It need not: the right
+/// to ask may be missing.
 async fn evicting(redis: &mut MultiplexedConnection) -> Option<String> {
     let info: String = redis::cmd("INFO")
         .arg("memory")

@@ -75,10 +75,45 @@ pub(crate) fn is_wrong_type(error: &RedisError) -> bool {
     describe(error).contains("WRONGTYPE")
 }
 
+/// Whether `error` says that the server is a replica, or has just become one.
+pub(crate) fn is_read_only(error: &RedisError) -> bool {
+    let text = describe(error);
+    ["READONLY", "UNBLOCKED", WAIT_ON_REPLICA]
+        .iter()
+        .any(|sign| text.contains(sign))
+}
+
+/// So few replicas have a lock.
+pub(crate) fn unconfirmed(server: &str, confirmed: usize, wanted: usize) -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        format!(
+            "Redis at {server}: {confirmed} of the {wanted} replicas that must have this lock \
+             confirmed it in time; see to them, or ask for fewer"
+        ),
+    )
+}
+
+/// The connection was given up while the answer was on its way.
+pub(crate) fn superseded(server: &str) -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        format!("Redis at {server}: the connection ended with a grant that is not proven"),
+    )
+}
+
 fn meaning(error: &RedisError) -> (ErrorKind, &'static str) {
     use redis::ErrorKind as Client;
     if error.is_io_error() || error.is_connection_dropped() || error.is_timeout() {
-        return (ErrorKind::Unavailable, "no connection");
+        let text = describe(error);
+        // Which no repetition mends.
+        let refused = CERTIFICATES
+            .iter()
+            .find(|(words, _)| words.iter().any(|word| text.contains(word)));
+        return match refused {
+            Some((_, advice)) => (ErrorKind::Other, *advice),
+            None => (ErrorKind::Unavailable, "no connection"),
+        };
     }
     match error.kind() {
         Client::RESP3NotSupported => return (ErrorKind::Unsupported, TOO_OLD),
@@ -96,9 +131,33 @@ fn meaning(error: &RedisError) -> (ErrorKind, &'static str) {
     }
 }
 
+const WAIT_ON_REPLICA: &str = "WAIT cannot be used with replica";
 const TOO_OLD: &str = "Redis 6.0 or newer is needed, one that speaks RESP3";
 const SIGN_IN: &str = "signing in was refused, check the username and the password";
 const NO_RIGHT: &str = "a right is missing, the README of leasehold-redis lists the ACL rules";
+
+/// What TLS says of certificates: ours of the server's, and the server of ours.
+const CERTIFICATES: &[(&[&str], &str)] = &[
+    (
+        &["invalid peer certificate"],
+        "its certificate is not trusted, name the authority that signed it with \
+         with_certificate_authority",
+    ),
+    (
+        &[
+            "CertificateRequired",
+            "BadCertificate",
+            "CertificateUnknown",
+            "CertificateExpired",
+            "CertificateRevoked",
+            "UnsupportedCertificate",
+            "UnknownCA",
+            "AccessDenied",
+        ],
+        "it does not accept our certificate, give one that its authority signed with \
+         with_client_certificate",
+    ),
+];
 
 /// What the server's words mean, the first that occurs wins.
 const ANSWERS: &[(&[&str], ErrorKind, &str)] = &[
@@ -113,9 +172,9 @@ const ANSWERS: &[(&[&str], ErrorKind, &str)] = &[
         "its memory is full: raise maxmemory, no new lock can be stored",
     ),
     (
-        &["READONLY"],
+        &["READONLY", "UNBLOCKED", WAIT_ON_REPLICA],
         ErrorKind::Unavailable,
-        "it is a read-only replica: connect to the primary",
+        "it is a read-only replica: connect to the primary, or by its sentinels",
     ),
     (
         &["LOADING"],

@@ -42,6 +42,14 @@ pub(crate) struct Orphan<'a> {
     pub(crate) lock: &'a str,
 }
 
+/// A hold of this client.
+#[derive(Debug, Clone)]
+pub(crate) struct Held {
+    pub(crate) claim: Uuid,
+    pub(crate) lock: Arc<str>,
+    pub(crate) token: Token,
+}
+
 #[derive(Debug, Default)]
 struct Claims {
     entries: HashMap<Uuid, Entry>,
@@ -52,7 +60,7 @@ struct Claims {
 #[derive(Debug)]
 enum Entry {
     Asking(Arc<Waiter>),
-    Held(Token, Validity),
+    Held(Token, Validity, Arc<str>),
 }
 
 #[derive(Debug, Default)]
@@ -75,17 +83,48 @@ impl Inbox {
 
     /// `claim` was granted: its eviction ends `validity`. False if it was taken away already; it goes
     /// on asking then.
-    pub(crate) fn hold(&self, claim: Uuid, token: Token, validity: &Validity) -> bool {
+    pub(crate) fn hold(&self, held: &Held, validity: &Validity) -> bool {
         let mut claims = self.claims();
-        if let Some(Entry::Asking(waiter)) = claims.entries.get(&claim)
-            && waiter.news().is_evicted(token)
+        if let Some(Entry::Asking(waiter)) = claims.entries.get(&held.claim)
+            && waiter.news().is_evicted(held.token)
         {
             return false;
         }
-        claims
-            .entries
-            .insert(claim, Entry::Held(token, validity.clone()));
+        let entry = Entry::Held(held.token, validity.clone(), held.lock.clone());
+        claims.entries.insert(held.claim, entry);
         true
+    }
+
+    /// All that is held and not being released.
+    pub(crate) fn held(&self) -> Vec<Held> {
+        let claims = self.claims();
+        let held = claims.entries.iter().filter_map(|(claim, entry)| {
+            let Entry::Held(token, _, lock) = entry else {
+                return None;
+            };
+            Some(Held {
+                claim: *claim,
+                lock: lock.clone(),
+                token: *token,
+            })
+        });
+        held.collect()
+    }
+
+    /// Whether anything is held.
+    pub(crate) fn is_holding(&self) -> bool {
+        let claims = self.claims();
+        let mut entries = claims.entries.values();
+        entries.any(|entry| matches!(entry, Entry::Held(..)))
+    }
+
+    /// The server does not have this hold, if it is still one.
+    pub(crate) fn end(&self, held: &Held) {
+        if let Some(Entry::Held(token, validity, _)) = self.claims().entries.get(&held.claim)
+            && *token == held.token
+        {
+            validity.end();
+        }
     }
 
     /// Nobody is interested in `claim` any more.
@@ -157,7 +196,7 @@ impl Inbox {
                 let lock = words.next()?;
                 return Some(Orphan { claim, lock });
             }
-            ("evict", Some(Entry::Held(held, validity))) if *held == token => validity.end(),
+            ("evict", Some(Entry::Held(held, validity, _))) if *held == token => validity.end(),
             ("evict", Some(Entry::Asking(waiter))) => {
                 let mut news = waiter.news();
                 news.evicted = news.evicted.max(Some(token));
@@ -249,8 +288,13 @@ mod tests {
         let validity = Validity::new(Moment::now(), Duration::from_secs(60));
         let _waiter = inbox.register(claim);
         inbox.message(1, &format!("evict {claim} 7"));
-        assert!(!inbox.hold(claim, Token::new(7), &validity));
-        assert!(inbox.hold(claim, Token::new(8), &validity));
+        let held = |token| Held {
+            claim,
+            lock: "lock:a".into(),
+            token: Token::new(token),
+        };
+        assert!(!inbox.hold(&held(7), &validity));
+        assert!(inbox.hold(&held(8), &validity));
         inbox.message(1, &format!("evict {claim} 7"));
         assert!(!validity.is_ended());
         inbox.message(1, &format!("evict {claim} 8"));

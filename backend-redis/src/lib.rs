@@ -11,9 +11,12 @@ mod names;
 mod options;
 mod queue;
 pub mod redlock;
+mod replicas;
 mod request;
 mod script;
+mod sentinel;
 mod servers;
+mod target;
 mod value;
 
 pub use backend::Redis;

@@ -128,6 +128,8 @@ impl Names {
 mod tests {
     use std::collections::HashSet;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -136,6 +138,27 @@ mod tests {
         for name in ["order:42", "{order:42}", "a}b", "{}x", " ", "Ω\n\0"] {
             let key = Key::new(name).unwrap();
             assert_eq!(&*names.of(&key).lock, format!("lock:{name}"));
+        }
+    }
+
+    #[test]
+    fn a_million_names_never_meet() {
+        let names = Names::new("lock:");
+        leasehold_conformance::names_never_meet(|key| names.of(key).lock);
+    }
+
+    proptest! {
+        /// What can be read back from a key was not lost in it.
+        #[test]
+        fn a_name_can_be_read_back(name in "(leasehold:|key:|queue:|token|[a-z:{}]|\\PC|(?s:.)){1,12}") {
+            let names = Names::new("lock:");
+            let keys = names.of(&Key::new(&name).unwrap());
+            prop_assert_eq!(keys.queue.strip_prefix("lock:leasehold:queue:"), Some(&*name));
+            prop_assert_eq!(names.of_lock(&keys.lock).unwrap().queue, keys.queue);
+            // Nothing of ours is called so.
+            if let Some(ours) = keys.lock.strip_prefix("lock:leasehold:") {
+                prop_assert!(ours.starts_with("key:leasehold:"), "{}", keys.lock);
+            }
         }
     }
 

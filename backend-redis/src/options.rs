@@ -6,6 +6,8 @@ use leasehold_core::{Error, ErrorKind, Result};
 use redis::{ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, TlsCertificates};
 
 use crate::cluster::Node;
+use crate::sentinel::{Sentinels, Watch};
+use crate::target::Target;
 
 /// Where the server, or the cluster, is and how to talk to it.
 ///
@@ -28,7 +30,11 @@ pub struct RedisOptions {
     pub(crate) server: ConnectionInfo,
     pub(crate) prefix: String,
     pub(crate) connect_timeout: Duration,
+    /// So many replicas must have a grant.
+    pub(crate) replicas: usize,
     certificates: TlsCertificates,
+    /// Who says where the server is, if not the address in `server`.
+    watch: Option<Watch>,
     /// `server` is one of them; `None` if it is a single server.
     cluster: Option<ClusterNodes>,
 }
@@ -48,6 +54,11 @@ impl RedisOptions {
     /// port is 6379 if not given, an IPv6 address stands in brackets, and whatever has a meaning in a
     /// URL is percent-encoded in the username and the password.
     ///
+    /// `redis+sentinel://[user[:password]@]host[:port][,host[:port]…]/master[/database]` names the
+    /// sentinels (port 26379 if not given) and what they call the master; user and password are those
+    /// of the servers. See [`sentinel`](Self::sentinel). `rediss+sentinel` is TLS to the servers and to
+    /// the sentinels.
+    ///
     /// A Redis Cluster is `redis+cluster://[user[:password]@]host[:port],host[:port],…`, or
     /// `rediss+cluster://…` for TLS, with one or more of its nodes; see [`cluster`](Self::cluster).
     ///
@@ -55,6 +66,11 @@ impl RedisOptions {
     /// [`ErrorKind::Invalid`] if the URL is not of this form.
     pub fn new(url: impl AsRef<str>) -> Result<Self> {
         let url = url.as_ref();
+        if let Some(parts) = Watch::parse(url)? {
+            let mut options = Self::new(parts.servers)?;
+            options.watch = Some(parts.watch);
+            return Ok(options);
+        }
         if let Some((scheme, rest)) = url.split_once("://")
             && let Some(scheme) = scheme.strip_suffix("+cluster")
         {
@@ -62,7 +78,8 @@ impl RedisOptions {
         }
         let parsed = redis::parse_redis_url(url).ok_or_else(|| {
             invalid(
-                "begin with redis://, rediss:// (TLS) or unix://, as in redis://localhost:6379/0",
+                "begin with redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://, as in \
+                 redis://localhost:6379/0",
             )
         })?;
         if parsed.fragment().is_some() {
@@ -97,12 +114,43 @@ impl RedisOptions {
             server,
             prefix: "lock:".into(),
             connect_timeout: Duration::from_secs(5),
+            replicas: 0,
             certificates: TlsCertificates {
                 client_tls: None,
                 root_cert: None,
             },
+            watch: None,
             cluster: None,
         })
+    }
+
+    /// The server that the sentinels at these places (`host` or `host:port`, 26379 if not given) call
+    /// the master under the name `master`.
+    ///
+    /// They are asked each time a connection is opened, and while it is open they tell when another
+    /// server becomes the master. See the [crate's page](crate#behind-sentinel).
+    ///
+    /// ```
+    /// use leasehold_redis::RedisOptions;
+    ///
+    /// let options = RedisOptions::sentinel(["one", "two", "three:26380"], "mymaster")?
+    ///     .with_password("of the servers")
+    ///     .with_sentinel_password("of the sentinels");
+    /// # drop(options);
+    /// # Ok::<(), leasehold_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] if there is no sentinel, or one is no `host[:port]`, or `master` is no
+    /// name that a sentinel takes.
+    pub fn sentinel(
+        sentinels: impl IntoIterator<Item = impl AsRef<str>>,
+        master: impl Into<String>,
+    ) -> Result<Self> {
+        let watch = Watch::new(sentinels, master.into())?;
+        let mut options = Self::new("redis://localhost")?;
+        options.watch = Some(watch);
+        Ok(options)
     }
 
     /// A Redis Cluster, by the URLs of some of its nodes, each as for a [single server](Self::new). The
@@ -139,7 +187,7 @@ impl RedisOptions {
                     "a cluster has no other database than 0: leave the number out",
                 ));
             }
-            if one.cluster.is_some() {
+            if one.cluster.is_some() || !one.is_fixed() {
                 return Err(invalid("name each node as in redis://localhost:7000"));
             }
             if let Some(first) = &options {
@@ -195,6 +243,52 @@ impl RedisOptions {
     pub fn with_database(mut self, database: u32) -> Self {
         let redis = self.server.redis_settings().clone().set_db(database.into());
         self.server = self.server.set_redis_settings(redis);
+        self
+    }
+
+    /// The ACL user to sign in as at the sentinels; default none. Only where there are sentinels.
+    #[must_use]
+    pub fn with_sentinel_username(mut self, username: impl Into<String>) -> Self {
+        if let Some(watch) = &mut self.watch {
+            watch.username = Some(username.into());
+        }
+        self
+    }
+
+    /// The password to sign in with at the sentinels; default none, whatever that of the servers is.
+    /// Only where there are sentinels.
+    #[must_use]
+    pub fn with_sentinel_password(mut self, password: impl Into<String>) -> Self {
+        if let Some(watch) = &mut self.watch {
+            watch.password = Some(password.into());
+        }
+        self
+    }
+
+    /// TLS, as `rediss://` and `rediss+sentinel://` ask for it in a URL.
+    #[must_use]
+    pub fn with_tls(mut self) -> Self {
+        if let ConnectionAddr::Tcp(host, port) = self.server.addr().clone() {
+            let addr = ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure: false,
+                tls_params: None,
+            };
+            self.server = self.server.set_addr(addr);
+        }
+        self
+    }
+
+    /// A lock counts as granted, and as renewed, only once so many replicas have it (`WAIT`); default
+    /// 0. It is freed again and refused with [`ErrorKind::Unavailable`] if they do not confirm it
+    /// within the claim's request limit.
+    ///
+    /// That costs a round trip to the replicas for each. What it is good for, and what not: see the
+    /// [crate's page](crate#behind-sentinel).
+    #[must_use]
+    pub fn with_replicas(mut self, replicas: usize) -> Self {
+        self.replicas = replicas;
         self
     }
 
@@ -254,41 +348,75 @@ impl RedisOptions {
     }
 
     /// The same for one node of the cluster, by what it says where it is.
-    pub(crate) fn at(&self, node: &Node) -> Self {
+    pub(crate) fn at_node(&self, node: &Node) -> Self {
         let Node { host, port } = self.reached(node);
-        let (host, port) = (host.to_string(), *port);
-        let address = match self.server.addr() {
-            ConnectionAddr::TcpTls {
-                insecure,
-                tls_params,
-                ..
-            } => ConnectionAddr::TcpTls {
-                host,
-                port,
-                insecure: *insecure,
-                tls_params: tls_params.clone(),
-            },
-            _ => ConnectionAddr::Tcp(host, port),
-        };
-        Self {
-            server: self.server.clone().set_addr(address),
-            prefix: self.prefix.clone(),
-            connect_timeout: self.connect_timeout,
-            certificates: self.certificates.clone(),
-            cluster: None,
-        }
+        self.at(host, *port)
     }
 
     fn is_tls(&self) -> bool {
         matches!(self.server.addr(), ConnectionAddr::TcpTls { .. })
     }
 
-    /// The server as errors and logs name it: host and port, or the socket's path.
+    /// The server as errors and logs name it: host and port, the socket's path, or what the sentinels
+    /// call it.
     pub(crate) fn address(&self) -> String {
-        self.server.addr().to_string()
+        match &self.watch {
+            Some(watch) => watch.to_string(),
+            None => self.server.addr().to_string(),
+        }
     }
 
-    /// Checks the certificates and makes the client that opens connections.
+    pub(crate) fn addr(&self) -> &ConnectionAddr {
+        self.server.addr()
+    }
+
+    /// Whether this names one certain server.
+    pub(crate) fn is_fixed(&self) -> bool {
+        self.watch.is_none()
+    }
+
+    /// Where to connect to. Checks the certificates.
+    pub(crate) fn target(&self) -> Result<Target> {
+        match &self.watch {
+            Some(watch) => Ok(Target::watched(Sentinels::new(self, watch)?)),
+            None => Ok(Target::Fixed(Box::new(self.client()?))),
+        }
+    }
+
+    /// The same for the server at `host`, without sentinels and cluster.
+    pub(crate) fn at(&self, host: &str, port: u16) -> Self {
+        let host = host.to_owned();
+        let addr = match self.server.addr() {
+            ConnectionAddr::TcpTls { .. } => ConnectionAddr::TcpTls {
+                host,
+                port,
+                insecure: false,
+                tls_params: None,
+            },
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        let mut options = self.clone();
+        options.server = options.server.set_addr(addr);
+        options.watch = None;
+        options.cluster = None;
+        options
+    }
+
+    /// The same for one of its sentinels: they have no databases, and users of their own.
+    pub(crate) fn at_sentinel(&self, watch: &Watch, host: &str, port: u16) -> Self {
+        let mut options = self.at(host, port);
+        let mut redis = redis::RedisConnectionInfo::default();
+        if let Some(username) = &watch.username {
+            redis = redis.set_username(username);
+        }
+        if let Some(password) = &watch.password {
+            redis = redis.set_password(password);
+        }
+        options.server = options.server.set_redis_settings(redis);
+        options
+    }
+
+    /// The client that opens connections to one server.
     pub(crate) fn client(&self) -> Result<redis::Client> {
         let redis = self
             .server
@@ -342,6 +470,7 @@ impl fmt::Debug for RedisOptions {
             .field("password", &redis.password().map(|_| "…"))
             .field("prefix", &self.prefix)
             .field("connect_timeout", &self.connect_timeout)
+            .field("replicas", &self.replicas)
             .finish_non_exhaustive()
     }
 }
@@ -361,7 +490,7 @@ fn each_node(scheme: &str, rest: &str) -> Vec<String> {
         .collect()
 }
 
-fn invalid(reason: &str) -> Error {
+pub(crate) fn invalid(reason: &str) -> Error {
     Error::new(
         ErrorKind::Invalid,
         format!("this Redis URL cannot be used: {reason}"),

@@ -2,12 +2,12 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use leasehold_core::{Claim, Moment, Result, Token, Validity};
+use leasehold_core::{Claim, ErrorKind, Moment, Result, Token, Validity};
 use tokio::time::{sleep, timeout};
 
 use crate::error;
 use crate::hold::RedisHold;
-use crate::inbox::{Ends, Pushed, Waiter};
+use crate::inbox::{Ends, Held, Pushed, Waiter};
 use crate::names::LockKeys;
 use crate::request::{Answer, Place, Request};
 use crate::servers::{Line, Servers};
@@ -44,18 +44,39 @@ use crate::servers::{Line, Servers};
 /// server without sessions. What a grant by message may be believed answers the paused client of
 /// Kleppmann's "How to do distributed locking".
 pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<RedisHold>> {
+    let mut asker = Asker::new(servers, claim);
+    let Some(mut hold) = granted(&mut asker).await? else {
+        return Ok(None);
+    };
+    if servers.replicas_are_asked()
+        && let Err(e) = hold.confirm().await
+    {
+        // Step 5 takes it back.
+        return Err(match e.kind() {
+            ErrorKind::Lost => error::superseded(&servers.address(&asker.keys)),
+            _ => e,
+        });
+    }
+    asker.open = false;
+    Ok(Some(hold))
+}
+
+/// Steps 1 to 4.
+async fn granted(asker: &mut Asker<'_>) -> Result<Option<RedisHold>> {
+    let claim = asker.claim;
     let started = Moment::now();
     let left = |claim: &Claim| {
         claim
             .wait
             .map(|wait| wait.saturating_sub(started.elapsed()))
     };
-    let mut asker = Asker::new(servers, claim);
-
     let mut seen = match asker.ask().await? {
-        Asked::Granted(token, sent) => {
-            if let Some(hold) = asker.hold(token, Validity::new(sent, claim.ttl)) {
+        Asked::Granted(grant) => {
+            if let Some(hold) = asker.hold(&grant) {
                 return Ok(Some(hold));
+            }
+            if !asker.is_proven(&grant) {
+                return Err(error::superseded(&asker.servers.address(&asker.keys)));
             }
             // Taken away before it was seen: to the end of the queue.
             None
@@ -70,7 +91,7 @@ pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<R
                 .as_ref()
                 .and_then(|seen| seen.believe(pushed, claim.ttl))
             {
-                Some(validity) => match asker.hold(pushed.token, validity) {
+                Some(grant) => match asker.hold(&grant) {
                     Some(hold) => return Ok(Some(hold)),
                     None => ask_now = true,
                 },
@@ -95,19 +116,17 @@ pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<R
         }
         ask_now = false;
         match asker.ask_again(left).await {
-            Ok(Some(Asked::Granted(token, sent))) => {
-                match asker.hold(token, Validity::new(sent, claim.ttl)) {
-                    Some(hold) => return Ok(Some(hold)),
-                    None => ask_now = true,
-                }
-            }
+            Ok(Some(Asked::Granted(grant))) => match asker.hold(&grant) {
+                Some(hold) => return Ok(Some(hold)),
+                None => ask_now = true,
+            },
             Ok(Some(Asked::Waiting(now))) => match asker.waiter.take_pushed() {
                 // Before or after that answer: nobody can say, so it counts from the request before.
                 Some(pushed) => {
-                    let validity = seen
+                    let grant = seen
                         .as_ref()
                         .and_then(|seen| seen.believe(pushed, claim.ttl));
-                    match validity.and_then(|validity| asker.hold(pushed.token, validity)) {
+                    match grant.and_then(|grant| asker.hold(&grant)) {
                         Some(hold) => return Ok(Some(hold)),
                         None => ask_now = true,
                     }
@@ -133,17 +152,28 @@ struct Seen {
 
 impl Seen {
     /// How long a pushed grant may be believed; `None` if it proves nothing.
-    fn believe(&self, pushed: Pushed, ttl: Duration) -> Option<Validity> {
+    fn believe(&self, pushed: Pushed, ttl: Duration) -> Option<Grant> {
         if pushed.connection != self.line.connection.number {
             return None;
         }
         let validity = Validity::new(self.sent, ttl);
-        (!validity.is_ended()).then_some(validity)
+        (!validity.is_ended()).then_some(Grant {
+            token: pushed.token,
+            validity,
+            connection: pushed.connection,
+        })
     }
 }
 
+/// The lock is ours, as was said on this connection.
+struct Grant {
+    token: Token,
+    validity: Validity,
+    connection: u64,
+}
+
 enum Asked {
-    Granted(Token, Moment),
+    Granted(Grant),
     Waiting(Seen),
     Refused,
 }
@@ -160,7 +190,7 @@ struct Asker<'a> {
     /// When that was sent, and whether it failed.
     asked: Moment,
     failed: bool,
-    /// Registered in the inbox, and perhaps known to the server.
+    /// Registered in the inbox, and perhaps known to the server; not once it is a hold.
     open: bool,
 }
 
@@ -205,7 +235,11 @@ impl<'a> Asker<'a> {
         match answered.answer {
             Answer::Granted(token) => {
                 self.leave_queue();
-                Ok(Asked::Granted(token, sent))
+                Ok(Asked::Granted(Grant {
+                    token,
+                    validity: Validity::new(sent, self.claim.ttl),
+                    connection: line.connection.number,
+                }))
             }
             Answer::Waiting { ticket, left } => {
                 self.join_queue(ticket);
@@ -284,22 +318,46 @@ impl<'a> Asker<'a> {
         self.failed = true;
     }
 
-    /// The lock is ours: what was the asker's is the hold's. `None` if it was taken away in the
-    /// meantime.
-    fn hold(&mut self, token: Token, validity: Validity) -> Option<RedisHold> {
+    /// The lock is ours. `None` if it was taken away in the meantime, or is not proven.
+    fn hold(&mut self, grant: &Grant) -> Option<RedisHold> {
+        let Grant {
+            token, validity, ..
+        } = grant;
         self.servers.shared().saw(token.get());
-        if !self.servers.inbox().hold(self.claim.id, token, &validity) {
+        let held = Held {
+            claim: self.claim.id,
+            lock: self.keys.lock.clone(),
+            token: *token,
+        };
+        if !self.servers.inbox().hold(&held, validity) {
+            return None;
+        }
+        // Now that it stands in the inbox, whoever opens the next connection will prove it.
+        if !self.is_proven(grant) {
+            self.waiter = self.servers.inbox().register(self.claim.id);
+            if let Place::Ticket(ticket) = self.place {
+                let lock = &self.keys.lock;
+                self.servers.inbox().join(lock, ticket, &self.waiter);
+            }
             return None;
         }
         self.leave_queue();
-        self.open = false;
         Some(RedisHold::new(
             self.servers.clone(),
             self.keys.clone(),
             self.claim,
-            token,
-            validity,
+            *token,
+            validity.clone(),
         ))
+    }
+
+    /// Whether a grant was made by the server that is asked now: not by one that has been the master
+    /// before.
+    fn is_proven(&self, grant: &Grant) -> bool {
+        self.asked_on
+            .as_ref()
+            .map(|line| &line.connection)
+            .is_some_and(|it| it.number == grant.connection && !it.is_over())
     }
 
     fn join_queue(&mut self, ticket: u64) {

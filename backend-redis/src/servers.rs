@@ -87,6 +87,14 @@ impl Servers {
         }
     }
 
+    /// Whether replicas must confirm grants and renewals.
+    pub(crate) fn replicas_are_asked(&self) -> bool {
+        match self {
+            Self::One(client) => client.replicas.are_asked(),
+            Self::Cluster(cluster) => cluster.replicas_are_asked(),
+        }
+    }
+
     /// How errors call the server that these keys are on.
     pub(crate) fn address(&self, keys: &LockKeys) -> String {
         match self {

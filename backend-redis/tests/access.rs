@@ -6,8 +6,9 @@ mod support;
 use std::path::Path;
 use std::process::Command;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_core::{Backend, Error, ErrorKind};
-use leasehold_redis::{Redis, RedisOptions};
+use leasehold_redis::{Redis, RedisOptions, Redlock, RedlockOptions};
 use support::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -74,6 +75,7 @@ fn urls_of_every_form_are_read() {
 
 #[tokio::test]
 async fn a_password_is_asked_for_and_never_shown() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--requirepass", PASSWORD]).await;
     let address = format!("127.0.0.1:{}", server.port());
 
@@ -108,10 +110,9 @@ async fn a_password_is_asked_for_and_never_shown() {
     hides(&format!("{error} {error:?}"));
 }
 
-/// The rights that the README lists.
-fn listed_rights() -> Vec<&'static str> {
-    let readme = include_str!("../README.md");
-    let rule = readme.split("ACL SETUSER locks ").nth(1).unwrap();
+/// The rights that a page lists.
+fn listed_rights(page: &'static str) -> Vec<&'static str> {
+    let rule = page.split("ACL SETUSER locks ").nth(1).unwrap();
     rule.split("```")
         .next()
         .unwrap()
@@ -123,9 +124,10 @@ fn listed_rights() -> Vec<&'static str> {
 /// listed; each one that is taken away is asked for by name.
 #[tokio::test]
 async fn a_user_with_the_listed_rights_can_do_everything_and_a_missing_one_is_named() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let mut raw = raw(&server).await;
-    let rights = listed_rights();
+    let rights = listed_rights(include_str!("../README.md"));
     raw.run(&format!("ACL SETUSER locks {}", rights.join(" ")))
         .await;
     let options = RedisOptions::new(server.url())
@@ -175,14 +177,103 @@ async fn a_user_with_the_listed_rights_can_do_everything_and_a_missing_one_is_na
         says(&error, right);
         says(&error, "ACL SETUSER");
     }
-    let selecting = options.with_database(1);
+    let selecting = options.clone().with_database(1);
     let error = failed(Redis::connect_with(selecting).await);
     says(&error, "+select");
+    // The one that may be left out.
+    raw.run("ACL SETUSER locks -info").await;
+    Redis::connect_with(options).await.unwrap();
+}
+
+/// The same for a user on each node of a Redlock.
+#[tokio::test]
+async fn a_user_with_the_listed_rights_on_each_node_can_do_everything_and_a_missing_one_is_named() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(3, []).await;
+    let mut raws = raws(&servers).await;
+    let rights = listed_rights(include_str!("../REDLOCK.md"));
+    for raw in &mut raws {
+        raw.run(&format!("ACL SETUSER locks {}", rights.join(" ")))
+            .await;
+    }
+    let options = |user: &str| {
+        let nodes = servers.iter().map(|server| {
+            let node = RedisOptions::new(server.url()).unwrap();
+            node.with_username(user).with_password("secret")
+        });
+        for_new(RedlockOptions::from_nodes(nodes).unwrap())
+    };
+
+    // Everything: seed new nodes, vote, renew, wait, be woken, note a higher token, look, evict, take
+    // back.
+    let (logs, _logging) = logs();
+    let client = redlock(options("locks")).await;
+    let mut first = granted(&client, &claim("a", LONG)).await;
+    first.renew().await.unwrap();
+    let waiter = spawn(&client, waiting("a", LONG));
+    let cancelled = spawn(&client, waiting("a", LONG));
+    for raw in &mut raws {
+        until("it waits", async || {
+            let waiting: (String, u64) = raw.get("PUBSUB NUMSUB lock:leasehold:freed:a").await;
+            waiting.1 == 1
+        })
+        .await;
+        let hour = 3_600_000_000_u64;
+        raw.run(&format!("HINCRBY lock:leasehold:redlock token {}", hour))
+            .await;
+    }
+    cancelled.abort();
+    first.release().await.unwrap();
+    let second = served(SOON, waiter).await;
+    assert!(second.token().get() > first.token().get() + 1_000_000_000);
+    let holder = client.holder(&key("a")).await.unwrap();
+    assert_eq!(holder.as_ref().unwrap().token, Some(second.token()));
+    assert!(client.evict(&key("a"), holder.as_ref()).await.unwrap());
+    let mut third = granted(&client, &claim("a", LONG)).await;
+    third.release().await.unwrap();
+    client.close().await.unwrap();
+    for raw in &mut raws {
+        let log: Vec<redis::Value> = raw.get("ACL LOG").await;
+        assert!(log.is_empty(), "refused: {log:?}");
+    }
+    assert_eq!(logs.take_warnings(""), Vec::<String>::new());
+
+    // And without one of them, on one node.
+    let spared = ["on", ">secret", "resetchannels", "+config|get"];
+    for raw in &mut raws {
+        raw.run(&format!("ACL SETUSER poor {}", rights.join(" ")))
+            .await;
+    }
+    for right in rights.iter().filter(|right| !spared.contains(right)) {
+        let rest: Vec<_> = rights
+            .iter()
+            .filter(|other| other != &right)
+            .copied()
+            .collect();
+        raws[1]
+            .run(&format!("ACL SETUSER poor reset {}", rest.join(" ")))
+            .await;
+        let error = match Redlock::connect_with(options("poor")).await {
+            Ok(_) => panic!("it does without {right}"),
+            Err(error) => error,
+        };
+        assert_eq!(error.kind(), ErrorKind::Other, "{right}: {error}");
+        says(&error, right);
+        says(&error, "ACL SETUSER");
+        says(&error, &servers[1].port().to_string());
+    }
+    // The one that may be left out.
+    for raw in &mut raws {
+        raw.run("ACL SETUSER locks -config|get").await;
+    }
+    let client = redlock(options("locks")).await;
+    granted(&client, &claim("a", LONG)).await;
 }
 
 /// Case 30: the key holds a list, or the queue's place is taken: an error, and the data is left alone.
 #[tokio::test]
 async fn other_data_in_the_place_of_a_lock_is_left_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     raw.run("RPUSH lock:list one two").await;
@@ -223,6 +314,7 @@ async fn other_data_in_the_place_of_a_lock_is_left_alone() {
 /// Servers that are too old do not know HELLO, or not version 3 of the protocol.
 #[tokio::test]
 async fn a_server_without_resp3_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     for answer in [
         "-ERR unknown command `HELLO`\r\n",
         "-NOPROTO unsupported protocol version\r\n",
@@ -252,6 +344,7 @@ async fn a_server_without_resp3_is_refused() {
 
 #[tokio::test]
 async fn a_node_of_a_cluster_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--cluster-enabled", "yes"]).await;
     raw(&server)
         .await
@@ -268,6 +361,7 @@ async fn a_node_of_a_cluster_is_refused() {
 
 #[tokio::test]
 async fn a_read_only_replica_is_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let primary = server([]).await;
     let port = primary.port().to_string();
     let replica = server(["--replicaof", &format!("127.0.0.1 {port}")]).await;
@@ -278,6 +372,7 @@ async fn a_read_only_replica_is_refused() {
 
 #[tokio::test]
 async fn a_server_that_never_answers_is_given_up_in_time() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
     let limit = std::time::Duration::from_millis(200);
@@ -303,6 +398,7 @@ fn outside_of_a_runtime_it_is_an_error() {
 #[cfg(unix)]
 #[tokio::test]
 async fn a_unix_socket_will_do() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server(["--unixsocket", "{folder}/socket"]).await;
     let socket = server.process().folder().join("socket");
     let client = Redis::connect(format!("unix://{}", socket.display()))
@@ -384,25 +480,30 @@ fn certificates(folder: &Path) {
     }
 }
 
+/// A server that speaks nothing but TLS, and wants to see a certificate.
+fn tls(folder: &Path) -> [String; 10] {
+    let file = |name: &str| folder.join(name).display().to_string();
+    [
+        "--port".into(),
+        "0".into(),
+        "--tls-port".into(),
+        "{port}".into(),
+        "--tls-cert-file".into(),
+        file("server.crt"),
+        "--tls-key-file".into(),
+        file("server.key"),
+        "--tls-ca-cert-file".into(),
+        file("ca.crt"),
+    ]
+}
+
 #[tokio::test]
 async fn tls_with_an_authority_and_a_client_certificate_of_ones_own() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path());
-    let file = |name: &str| folder.path().join(name).display().to_string();
     let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
-    let server = server([
-        "--port",
-        "0",
-        "--tls-port",
-        "{port}",
-        "--tls-cert-file",
-        &file("server.crt"),
-        "--tls-key-file",
-        &file("server.key"),
-        "--tls-ca-cert-file",
-        &file("ca.crt"),
-    ])
-    .await;
+    let server = server(tls(folder.path()).each_ref().map(String::as_str)).await;
     let url = format!("rediss://127.0.0.1:{}", server.port());
     let bare = RedisOptions::new(&url).unwrap();
     let trusting = bare.clone().with_certificate_authority(read("ca.crt"));
@@ -423,9 +524,16 @@ async fn tls_with_an_authority_and_a_client_certificate_of_ones_own() {
     let other = whole
         .clone()
         .with_certificate_authority(read("other-ca.crt"));
-    for options in [bare, other, trusting] {
+    let refusals = [
+        (bare, "with_certificate_authority"),
+        (other, "with_certificate_authority"),
+        (trusting, "with_client_certificate"),
+    ];
+    for (options, advice) in refusals {
         let error = within(SOON, "it is refused", Redis::connect_with(options)).await;
-        assert_eq!(failed(error).kind(), ErrorKind::Unavailable);
+        let error = failed(error);
+        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
+        says(&error, advice);
     }
     // Plain text to a TLS port, and certificates without TLS.
     let plain = url.replace("rediss", "redis");
@@ -440,4 +548,59 @@ async fn tls_with_an_authority_and_a_client_certificate_of_ones_own() {
     let error = failed(Redis::connect_with(garbage).await);
     assert_eq!(error.kind(), ErrorKind::Invalid);
     says(&error, "PEM");
+}
+
+#[tokio::test]
+async fn tls_on_each_node_of_a_redlock() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let folder = tempfile::tempdir().unwrap();
+    certificates(folder.path());
+    let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
+    let servers = servers(3, tls(folder.path()).each_ref().map(String::as_str)).await;
+    let options = |set: &dyn Fn(RedisOptions) -> RedisOptions| {
+        let nodes = servers.iter().map(|server| {
+            let url = format!("rediss://127.0.0.1:{}", server.port());
+            set(RedisOptions::new(url).unwrap())
+        });
+        for_new(RedlockOptions::from_nodes(nodes).unwrap())
+    };
+    let trusting = |node: RedisOptions| node.with_certificate_authority(read("ca.crt"));
+    let whole = |node: RedisOptions| {
+        trusting(node).with_client_certificate(read("client.crt"), read("client.key"))
+    };
+
+    let client = redlock(options(&whole)).await;
+    let mut hold = granted(&client, &claim("a", LONG)).await;
+    hold.renew().await.unwrap();
+    let waiter = spawn(&client, waiting("a", LONG));
+    let other = redlock(options(&whole)).await;
+    assert!(is_taken(&other, "a").await);
+    hold.release().await.unwrap();
+    served(SOON, waiter).await;
+    // A node that was restarted is connected to again: with the third one gone, it takes its vote.
+    servers[0].restart().await.unwrap();
+    // Whoever connects sees to it that the node knows what the others know.
+    redlock(options(&whole)).await;
+    servers[1].process().kill();
+    let again = claim("b", LONG);
+    until("the node votes again", async || {
+        matches!(client.acquire(&again).await, Ok(Some(_)))
+    })
+    .await;
+    servers[1].start_again().await.unwrap();
+
+    let refusals: [(&dyn Fn(RedisOptions) -> RedisOptions, _); 3] = [
+        (&|node| node, "with_certificate_authority"),
+        (
+            &|node| whole(node).with_certificate_authority(read("other-ca.crt")),
+            "with_certificate_authority",
+        ),
+        (&trusting, "with_client_certificate"),
+    ];
+    for (set, advice) in refusals {
+        let refused = Redlock::connect_with(options(set));
+        let error = failed(within(SOON, "it is refused", refused).await);
+        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
+        says(&error, advice);
+    }
 }

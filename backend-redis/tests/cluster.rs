@@ -589,6 +589,42 @@ async fn a_planned_failover_loses_nothing() {
     assert!(hold.token() < next.token());
 }
 
+/// Case 56: the replica of the lock's node must have it, and is asked wherever the slot is.
+#[tokio::test]
+async fn replicas_of_the_locks_node_confirm_it() {
+    let cluster = cluster(["--cluster-node-timeout", "30000"]).await;
+    let options = RedisOptions::new(cluster.url()).unwrap().with_replicas(1);
+    let client = Redis::connect_with(options).await.unwrap();
+    let (slot, from) = place(&cluster, "a").await;
+    let mut hold = granted(&client, &claim("a", LONG)).await;
+    let to = move_slot(&cluster, slot, from).await;
+    eventually(async || hold.renew().await).await;
+    cluster.process(to + 3).pause().unwrap();
+    let waiter = {
+        let mut waiting = waiting("a", LONG);
+        waiting.request_limit = Duration::from_secs(2);
+        spawn(&client, waiting)
+    };
+    until_queued(&cluster, to, slot, 1).await;
+    hold.release().await.unwrap();
+    let error = failed(within(SOON, "it is refused", waiter).await.unwrap());
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    says(&error, "replicas");
+    cluster.process(to + 3).resume().unwrap();
+    let again = async {
+        while client
+            .acquire(&claim("a", LONG))
+            .await
+            .ok()
+            .flatten()
+            .is_none()
+        {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    within(SOON, "it was freed and is confirmed again", again).await;
+}
+
 /// Cases 6 and 7 at each node: scripts are forgotten, connections are cut.
 #[tokio::test]
 async fn forgotten_scripts_and_cut_connections_are_made_good() {

@@ -15,6 +15,7 @@ use tokio::runtime::Builder;
 /// Any program that locks with `SET … NX PX` excludes us, and we exclude it.
 #[tokio::test]
 async fn a_plain_set_nx_px_excludes_ours_and_ours_excludes_it() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let set = "SET lock:a token NX PX 60000";
@@ -40,6 +41,7 @@ async fn a_plain_set_nx_px_excludes_ours_and_ours_excludes_it() {
 
 #[tokio::test]
 async fn nothing_but_the_counter_is_left_when_all_is_free() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let hold = granted(&client, &claim("a", LONG)).await;
@@ -60,6 +62,7 @@ async fn nothing_but_the_counter_is_left_when_all_is_free() {
 
 #[tokio::test]
 async fn two_prefixes_on_one_server_have_nothing_to_do_with_each_other() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let one = connect(&server).await;
     let options = RedisOptions::new(server.url())
@@ -78,6 +81,7 @@ async fn two_prefixes_on_one_server_have_nothing_to_do_with_each_other() {
 
 #[tokio::test]
 async fn databases_of_one_server_have_nothing_to_do_with_each_other() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let one = connect(&server).await;
     let other = Redis::connect(format!("{}/3", server.url())).await.unwrap();
@@ -89,6 +93,7 @@ async fn databases_of_one_server_have_nothing_to_do_with_each_other() {
 /// Case 4: what an expired holder sends leaves the next one alone, and says Lost.
 #[tokio::test]
 async fn an_expired_holder_leaves_its_successor_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (one, other) = (connect(&server).await, connect(&server).await);
     let mut old = granted(&one, &claim("a", Duration::from_millis(50))).await;
@@ -109,6 +114,7 @@ async fn an_expired_holder_leaves_its_successor_alone() {
 /// Case 49: an owner whose lock was lost and granted again keeps the new one when the old guard goes.
 #[tokio::test]
 async fn the_same_owners_next_grant_is_untouched_by_its_old_guard() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let locks = Locks::new(connect(&server).await).with_wait(SOON);
     let me = locks.owner();
@@ -128,6 +134,7 @@ async fn the_same_owners_next_grant_is_untouched_by_its_old_guard() {
 /// again.
 #[tokio::test]
 async fn a_repeated_release_leaves_the_same_owners_next_grant_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, me) = (connect(&server).await, OwnerId::new());
     let mut old = granted(&client, &owned(claim("a", LONG), &me)).await;
@@ -147,6 +154,7 @@ async fn a_repeated_release_leaves_the_same_owners_next_grant_alone() {
 /// Case 60: the eviction of a holder that was looked at is confirmed when another holds.
 #[tokio::test]
 async fn only_the_grant_that_was_looked_at_is_evicted() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     raw.run("SET lock:a foreign PX 60000").await;
@@ -170,6 +178,7 @@ async fn only_the_grant_that_was_looked_at_is_evicted() {
 /// between, and nothing piles up.
 #[tokio::test]
 async fn tokens_rise_through_expiry_restarts_and_lost_data() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (one, other) = (connect(&server).await, connect(&server).await);
     let mut last = Token::new(0);
@@ -212,6 +221,7 @@ async fn tokens_rise_through_expiry_restarts_and_lost_data() {
 /// Case 31: what a hand-off costs does not grow with the waiters.
 #[tokio::test]
 async fn a_hand_off_costs_two_requests_with_200_waiters() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     const WAITERS: usize = 200;
     let server = server([]).await;
     let mut raw = raw(&server).await;
@@ -249,6 +259,7 @@ async fn a_hand_off_costs_two_requests_with_200_waiters() {
 
 #[tokio::test]
 async fn a_free_lock_costs_one_request_to_take_and_one_to_free() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     raw.run("CONFIG RESETSTAT").await;
@@ -265,6 +276,7 @@ async fn a_free_lock_costs_one_request_to_take_and_one_to_free() {
 /// Case 52: a foreign lock without a ttl is waited for, and its end noticed within a third of ours.
 #[tokio::test]
 async fn a_waiter_wakes_after_a_foreign_lock_was_deleted() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     raw.run("SET lock:a foreign").await;
@@ -279,6 +291,7 @@ async fn a_waiter_wakes_after_a_foreign_lock_was_deleted() {
 /// and having been handed it.
 #[tokio::test]
 async fn a_waiter_wakes_after_a_holder_with_a_shorter_ttl_died() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let short = Duration::from_millis(300);
@@ -300,6 +313,7 @@ async fn a_waiter_wakes_after_a_holder_with_a_shorter_ttl_died() {
 /// every channel, so that their inboxes seem open.
 #[test]
 fn stopped_waiters_and_an_operator_who_listens_do_not_hold_up_the_living() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let ttl = Duration::from_secs(2);
     let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
     let server = runtime.block_on(server([]));
@@ -365,6 +379,7 @@ fn stopped_client(
 /// ttl, when another has it: the message that it finds is not believed, and it gets its turn later.
 #[test]
 fn a_grant_that_meets_a_stopped_process_is_not_believed_later() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let ttl = Duration::from_millis(300);
     let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
     let server = runtime.block_on(server([]));
@@ -425,6 +440,7 @@ fn a_grant_that_meets_a_stopped_process_is_not_believed_later() {
 /// Case 57: clients crash and come back behind a long hold; the queue does not keep them all.
 #[tokio::test]
 async fn the_queue_stays_near_the_living_when_clients_crash() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let (client, mut raw) = (connect(&server).await, raw(&server).await);
     let _hold = granted(&client, &claim("a", LONG)).await;

@@ -4,60 +4,21 @@
 
 mod support;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use std::time::Duration;
 
-use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_conformance::{Flow, Proxy};
 use leasehold_core::{Backend, ErrorKind, Token};
 use leasehold_redis::{Redlock, RedlockOptions};
-use support::{LONG, Raw, SOON, claim, failed, granted, key, raw, server, waiting, within};
-
-async fn servers(count: usize) -> Vec<RedisServer> {
-    let mut servers = Vec::new();
-    for _ in 0..count {
-        servers.push(server([]).await);
-    }
-    servers
-}
-
-fn urls(servers: &[RedisServer]) -> Vec<String> {
-    servers.iter().map(RedisServer::url).collect()
-}
-
-/// For new servers, which have forgotten nothing.
-fn options(servers: &[RedisServer]) -> RedlockOptions {
-    RedlockOptions::new(urls(servers))
-        .unwrap()
-        .with_restart_guard(false)
-        .with_max_ttl(LONG)
-        // The machine may be busy.
-        .with_node_timeout(SOON)
-}
-
-async fn connect(options: RedlockOptions) -> Redlock {
-    let connecting = Redlock::connect_with(options);
-    within(SOON, "it connects", connecting).await.unwrap()
-}
-
-async fn raws(servers: &[RedisServer]) -> Vec<Raw> {
-    let mut raws = Vec::new();
-    for server in servers {
-        raws.push(raw(server).await);
-    }
-    raws
-}
-
-async fn is_taken(client: &Redlock, name: &str) -> bool {
-    let tried = client.acquire(&claim(name, LONG)).await;
-    tried.unwrap().is_none()
-}
+use support::*;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_of_five_nodes_may_be_silent_or_dead_and_are_not_waited_for() {
-    let servers = servers(5).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(5, []).await;
     // Whoever waited for a silent node would not be done in time.
-    let client = connect(options(&servers).with_node_timeout(10 * SOON)).await;
-    let other = connect(options(&servers).with_node_timeout(10 * SOON)).await;
+    let client = redlock(redlock_options(&servers).with_node_timeout(10 * SOON)).await;
+    let other = redlock(redlock_options(&servers).with_node_timeout(10 * SOON)).await;
     servers[0].process().pause().unwrap();
     servers[1].process().pause().unwrap();
     for _ in 0..10 {
@@ -74,15 +35,17 @@ async fn two_of_five_nodes_may_be_silent_or_dead_and_are_not_waited_for() {
     within(SOON, "a release", kept.release()).await.unwrap();
     let mut hold = granted(&other, &claim("kept", LONG)).await;
     hold.release().await.unwrap();
-    let also = connect(options(&servers).with_connect_timeout(Duration::from_secs(2)));
+    let also = redlock(redlock_options(&servers).with_connect_timeout(Duration::from_secs(2)));
     let _hold = granted(&also.await, &claim("a", LONG)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_majority_it_fails_and_leaves_nothing() {
-    let servers = servers(5).await;
-    let client = connect(options(&servers).with_node_timeout(Duration::from_millis(500))).await;
-    let other = connect(options(&servers)).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(5, []).await;
+    let client =
+        redlock(redlock_options(&servers).with_node_timeout(Duration::from_millis(500))).await;
+    let other = redlock(redlock_options(&servers)).await;
     for server in &servers[..3] {
         server.process().pause().unwrap();
     }
@@ -104,7 +67,8 @@ async fn without_a_majority_it_fails_and_leaves_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_majority_that_comes_too_late_is_given_back() {
-    let servers = servers(5).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(5, []).await;
     let mut proxies = Vec::new();
     let mut urls = urls(&servers);
     for index in [3, 4] {
@@ -117,8 +81,8 @@ async fn a_majority_that_comes_too_late_is_given_back() {
         .unwrap()
         .with_restart_guard(false)
         .with_max_ttl(LONG);
-    let client = connect(slow.with_node_timeout(SOON)).await;
-    let other = connect(options(&servers)).await;
+    let client = redlock(slow.with_node_timeout(SOON)).await;
+    let other = redlock(redlock_options(&servers)).await;
     let ttl = Duration::from_millis(400);
     let flow = |flow| proxies.iter().for_each(|proxy| proxy.set(flow));
     servers[0].process().kill();
@@ -144,13 +108,13 @@ async fn a_majority_that_comes_too_late_is_given_back() {
 /// A holds by the votes of nodes 0 and 1. Node 1 is restarted without data: with node 2 it could give
 /// the lock to B.
 async fn restarted_empty(guard: bool) -> bool {
-    let servers = servers(3).await;
+    let servers = servers(3, []).await;
     // Without the guard nothing is waited for, so it may be long.
     let max_ttl = Duration::from_secs(if guard { 5 } else { 100 });
-    let options = options(&servers)
+    let options = redlock_options(&servers)
         .with_max_ttl(max_ttl)
         .with_restart_guard(guard);
-    let (one, other) = (connect(options.clone()).await, connect(options).await);
+    let (one, other) = (redlock(options.clone()).await, redlock(options).await);
     // New nodes do not vote at first either, and a claim waits for them.
     let mut first = waiting("a", max_ttl);
     let hold = within(SOON, "the nodes vote", one.acquire(&first)).await;
@@ -175,11 +139,13 @@ async fn restarted_empty(guard: bool) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_came_back_empty_does_not_vote_until_old_holders_are_gone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     assert!(restarted_empty(true).await, "two held it");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_guard_it_gives_one_lock_to_two() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     assert!(
         !restarted_empty(false).await,
         "the test above shows nothing"
@@ -188,8 +154,9 @@ async fn without_the_guard_it_gives_one_lock_to_two() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nodes_that_do_not_vote_yet_are_an_error_to_those_who_do_not_wait() {
-    let servers = servers(3).await;
-    let client = connect(RedlockOptions::new(urls(&servers)).unwrap()).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(3, []).await;
+    let client = redlock(RedlockOptions::new(urls(&servers)).unwrap()).await;
     let error = failed(client.acquire(&claim("a", Duration::from_secs(30))).await);
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert!(error.to_string().contains("max_ttl"), "{error}");
@@ -197,10 +164,11 @@ async fn nodes_that_do_not_vote_yet_are_an_error_to_those_who_do_not_wait() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_rise_while_nodes_lose_their_data_and_little_is_left_behind() {
-    let servers = servers(5).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(5, []).await;
     let clients = [
-        connect(options(&servers)).await,
-        connect(options(&servers)).await,
+        redlock(redlock_options(&servers)).await,
+        redlock(redlock_options(&servers)).await,
     ];
     let mut last = Token::new(0);
     for cycle in 0..60 {
@@ -224,8 +192,9 @@ async fn tokens_rise_while_nodes_lose_their_data_and_little_is_left_behind() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn other_data_is_left_alone() {
-    let servers = servers(3).await;
-    let client = connect(options(&servers)).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(3, []).await;
+    let client = redlock(redlock_options(&servers)).await;
     for raw in &mut raws(&servers).await {
         raw.run("RPUSH lock:a theirs").await;
     }
@@ -241,8 +210,9 @@ async fn other_data_is_left_alone() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lock_of_another_program_excludes_ours_and_is_shown() {
-    let servers = servers(3).await;
-    let client = connect(options(&servers)).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(3, []).await;
+    let client = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;
     for raw in &mut raws {
         raw.run("SET lock:a theirs").await;
@@ -267,17 +237,18 @@ async fn a_lock_of_another_program_excludes_ours_and_is_shown() {
 
 #[tokio::test]
 async fn wrong_sets_of_nodes_are_refused() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let refused = |urls: &[&str]| failed(RedlockOptions::new(urls)).kind();
     assert_eq!(refused(&["redis://a", "redis://b"]), ErrorKind::Invalid);
     let twice = ["redis://a", "redis://b", "redis://a"];
     assert_eq!(refused(&twice), ErrorKind::Invalid);
-    let servers = servers(2).await;
+    let servers = servers(2, []).await;
     let port = servers[0].port();
     let mut urls = urls(&servers);
     urls.push(format!("redis://localhost:{port}"));
     let error = failed(Redlock::connect(urls).await);
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
-    let client = connect(options(&crate::servers(3).await).with_max_ttl(SOON)).await;
+    let client = redlock(redlock_options(&support::servers(3, []).await).with_max_ttl(SOON)).await;
     let error = failed(client.acquire(&claim("a", 2 * SOON)).await);
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
 }
@@ -285,9 +256,10 @@ async fn wrong_sets_of_nodes_are_refused() {
 /// A release is answered once a majority has let go; the other votes may be there for a moment.
 #[tokio::test(flavor = "multi_thread")]
 async fn votes_of_a_minority_are_no_lock_that_could_be_taken_away() {
-    let servers = servers(5).await;
-    let client = connect(options(&servers)).await;
-    let operator = connect(options(&servers)).await;
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(5, []).await;
+    let client = redlock(redlock_options(&servers)).await;
+    let operator = redlock(redlock_options(&servers)).await;
     let mut raws = raws(&servers).await;
     let mut hold = granted(&client, &claim("a", LONG)).await;
     let named = operator.holder(&key("a")).await.unwrap().unwrap();

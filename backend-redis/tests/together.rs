@@ -5,6 +5,7 @@ mod support;
 
 use std::collections::HashSet;
 
+use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_core::{Backend, Claim, ErrorKind, Hold};
 use leasehold_redis::{Redis, RedisOptions};
 use support::*;
@@ -31,6 +32,7 @@ fn held(answers: Vec<Granted>) -> Vec<Box<dyn Hold>> {
 
 #[tokio::test]
 async fn many_locks_are_taken_renewed_and_freed_in_few_requests() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let mut raw = raw(&server).await;
@@ -61,6 +63,7 @@ async fn many_locks_are_taken_renewed_and_freed_in_few_requests() {
 
 #[tokio::test]
 async fn of_claims_for_one_lock_in_one_request_one_is_granted_and_the_others_queue_in_order() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let mut asking = Vec::new();
@@ -78,6 +81,7 @@ async fn of_claims_for_one_lock_in_one_request_one_is_granted_and_the_others_que
 
 #[tokio::test]
 async fn tries_for_one_lock_in_one_request_are_told_apart() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let answers = together(&client, (0..50).map(|_| claim("a", LONG))).await;
@@ -87,6 +91,7 @@ async fn tries_for_one_lock_in_one_request_are_told_apart() {
 
 #[tokio::test]
 async fn what_goes_wrong_with_one_lock_leaves_its_neighbours_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let mut raw = raw(&server).await;
@@ -110,6 +115,7 @@ async fn what_goes_wrong_with_one_lock_leaves_its_neighbours_alone() {
 
 #[tokio::test]
 async fn a_right_that_is_missing_for_one_lock_leaves_its_neighbours_alone() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let mut raw = raw(&server).await;
     raw.run("ACL SETUSER locks on >secret +@all &lock:* ~lock:leasehold:* ~lock:a* ~lock:b*")
@@ -134,6 +140,7 @@ async fn a_right_that_is_missing_for_one_lock_leaves_its_neighbours_alone() {
 
 #[tokio::test]
 async fn tokens_rise_though_the_counter_was_lost_before_they_were_asked_for() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let mut raw = raw(&server).await;
@@ -146,6 +153,7 @@ async fn tokens_rise_though_the_counter_was_lost_before_they_were_asked_for() {
 /// The claim and what withdraws it travel in that order, however they travel.
 #[tokio::test]
 async fn a_claim_that_is_dropped_while_it_collects_leaves_nothing() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
     let other = connect(&server).await;

@@ -59,7 +59,8 @@ impl ZooKeeper {
     /// [`ErrorKind`](leasehold_core::ErrorKind): `Invalid` if the options do not fit together,
     /// `Unavailable` if no server answers within the
     /// [connect timeout](ZooKeeperOptions::with_connect_timeout), `Unsupported` if they are older
-    /// than 3.5 or this is not called in a tokio runtime, `Other` if a right is missing.
+    /// than 3.5, TLS is asked for and not built in, or this is not called in a tokio runtime, `Other` if
+    /// a right is missing or one side does not accept the other's certificate.
     ///
     /// # Cancel safety
     /// Nothing is left if dropped.

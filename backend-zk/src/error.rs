@@ -42,6 +42,22 @@ pub(crate) fn map(servers: &str, error: &Client) -> Error {
     Error::new(kind, format!("ZooKeeper at {servers}: {advice} ({error})"))
 }
 
+/// As [`map`], for the first request of all; `hint` is what to look at where it is not answered.
+pub(crate) fn map_opening(servers: &str, hint: &str, error: &Client) -> Error {
+    if !is_unanswered(error) && !is_session_over(error) {
+        return map(servers, error);
+    }
+    Error::new(
+        ErrorKind::Unavailable,
+        format!("ZooKeeper at {servers}: no answer ({error}); {hint}"),
+    )
+}
+
+/// One side does not accept the other's certificate, or the like; `why` says what to do.
+pub(crate) fn no_tls(servers: &str, why: &str) -> Error {
+    Error::new(ErrorKind::Other, format!("ZooKeeper at {servers}: {why}"))
+}
+
 /// Whether the request may have been carried out, or may be if it is sent again.
 pub(crate) fn is_unanswered(error: &Client) -> bool {
     matches!(

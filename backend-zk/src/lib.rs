@@ -11,6 +11,11 @@ mod queue;
 mod record;
 mod session;
 mod sessions;
+#[cfg(feature = "tls")]
+mod tls;
+#[cfg(not(feature = "tls"))]
+#[path = "no_tls.rs"]
+mod tls;
 
 pub use backend::ZooKeeper;
 pub use options::ZooKeeperOptions;

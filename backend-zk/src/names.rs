@@ -107,6 +107,8 @@ fn sequence(name: &str) -> Option<i32> {
 mod tests {
     use std::collections::HashSet;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     fn name_of(key: &str) -> String {
@@ -153,6 +155,35 @@ mod tests {
         assert_eq!(name_of("order:42"), "order:42");
         assert_eq!(name_of("a/b"), "a%2Fb");
         assert_eq!(name_of(".."), "%2E%2E");
+    }
+
+    #[test]
+    fn a_million_names_never_meet() {
+        leasehold_conformance::names_never_meet(node);
+    }
+
+    proptest! {
+        /// What can be read back from a node's name was not lost in it.
+        #[test]
+        fn a_name_can_be_read_back(
+            name in "([/%.]|%2E|[\u{80}-\u{9f}\u{e000}-\u{f8ff}\u{fff0}-\u{10ffff}]|\\PC|(?s:.)){1,12}"
+        ) {
+            let written = name_of(&name);
+            prop_assert!(!written.contains('/') && written != SESSIONS, "{written}");
+            let mut bytes = Vec::new();
+            let mut rest = written.as_bytes();
+            while let [first, tail @ ..] = rest {
+                if *first == b'%' {
+                    let digits = std::str::from_utf8(&tail[..2]).unwrap();
+                    bytes.push(u8::from_str_radix(digits, 16).unwrap());
+                    rest = &tail[2..];
+                } else {
+                    bytes.push(*first);
+                    rest = tail;
+                }
+            }
+            prop_assert_eq!(String::from_utf8(bytes).unwrap(), name);
+        }
     }
 
     #[test]

@@ -5,12 +5,16 @@ use leasehold_core::{Error, ErrorKind, Key, Result};
 use zookeeper_client::{Acls, Client, Connector, CreateMode, CreateOptions};
 
 use crate::names;
+use crate::tls::Tls;
+
+/// Host and port.
+pub(crate) type Server = (String, u16);
 
 /// Where the servers are and how to talk to them.
 ///
 /// Plain data: start from a URL and change what differs. Nothing is sent before
 /// [`ZooKeeper::connect_with`](crate::ZooKeeper::connect_with). Neither `Debug` nor any error shows
-/// the user or the password.
+/// the user, the password or the private key.
 ///
 /// ```
 /// use leasehold_zk::ZooKeeperOptions;
@@ -30,20 +34,31 @@ pub struct ZooKeeperOptions {
     credentials: Option<(String, String)>,
     creator_only: bool,
     connect_timeout: Duration,
+    secure: bool,
+    authority: Option<Vec<u8>>,
+    identity: Option<(Vec<u8>, Vec<u8>)>,
+    /// Made of these by [`check`](Self::check).
+    tls: Option<Tls>,
 }
 
 impl ZooKeeperOptions {
-    /// Reads a URL: `zk://[user:password@]host[:port][,host[:port]…][/chroot]`. The port is 2181 if
-    /// not given, an IPv6 address stands in brackets, and whatever has a meaning in a URL is
-    /// percent-encoded in the user and the password. All servers must be of one ensemble.
+    /// Reads a URL: `zk://[user:password@]host[:port][,host[:port]…][/chroot]`, or `zks://…` for TLS,
+    /// which needs the feature `tls`. The port is 2181 if not given, an IPv6 address stands in
+    /// brackets, and whatever has a meaning in a URL is percent-encoded in the user and the password.
+    /// All servers must be of one ensemble.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] if the URL is not of this form.
     pub fn new(url: impl AsRef<str>) -> Result<Self> {
-        let rest = url
-            .as_ref()
-            .strip_prefix("zk://")
-            .ok_or_else(|| invalid("begin with zk://, as in zk://host1:2181,host2:2181/chroot"))?;
+        let (secure, rest) = match url.as_ref().split_once("://") {
+            Some(("zk", rest)) => (false, rest),
+            Some(("zks", rest)) => (true, rest),
+            _ => {
+                return Err(invalid(
+                    "begin with zk://, or zks:// for TLS, as in zk://host1:2181,host2:2181/chroot",
+                ));
+            }
+        };
         if rest.contains('?') || rest.contains('#') {
             return Err(invalid(
                 "options after '?' are not part of this URL: set them on ZooKeeperOptions; in a \
@@ -69,6 +84,10 @@ impl ZooKeeperOptions {
             credentials,
             creator_only: false,
             connect_timeout: Duration::from_secs(10),
+            secure,
+            authority: None,
+            identity: None,
+            tls: None,
         })
     }
 
@@ -97,6 +116,25 @@ impl ZooKeeperOptions {
     #[must_use]
     pub fn with_creator_only(mut self, creator_only: bool) -> Self {
         self.creator_only = creator_only;
+        self
+    }
+
+    /// The certificate authority that must have signed the servers' certificates, as PEM, in place of
+    /// those that the system trusts. For `zks://` only.
+    #[must_use]
+    pub fn with_certificate_authority(mut self, pem: impl Into<Vec<u8>>) -> Self {
+        self.authority = Some(pem.into());
+        self
+    }
+
+    /// The certificate and private key that show the servers who we are, as PEM. For `zks://` only.
+    #[must_use]
+    pub fn with_client_certificate(
+        mut self,
+        certificate_pem: impl Into<Vec<u8>>,
+        key_pem: impl Into<Vec<u8>>,
+    ) -> Self {
+        self.identity = Some((certificate_pem.into(), key_pem.into()));
         self
     }
 
@@ -134,6 +172,19 @@ impl ZooKeeperOptions {
                 "nodes for their creator only need a creator: give credentials too",
             ));
         }
+        if self.secure {
+            let identity = self.identity.as_ref();
+            self.tls = Some(Tls::new(
+                self.servers.split(',').filter_map(host_and_port).collect(),
+                self.authority.as_deref(),
+                identity.map(|(certificate, key)| (certificate.as_slice(), key.as_slice())),
+            )?);
+        } else if self.authority.is_some() || self.identity.is_some() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "certificates are given but the URL does not ask for TLS: begin it with zks://",
+            ));
+        }
         Ok(self)
     }
 
@@ -147,8 +198,19 @@ impl ZooKeeperOptions {
     /// within a round the pauses only grow by 50 ms. So each server is named several times.
     pub(crate) fn connect_string(&self) -> String {
         const NAMES: usize = 16;
-        let servers = self.servers.split(',').count();
-        vec![self.servers.as_str(); NAMES.div_ceil(servers)].join(",")
+        let count = self.servers.split(',').count();
+        let servers = if self.secure {
+            let secure = self.servers.split(',').map(|it| format!("tcp+tls://{it}"));
+            secure.collect::<Vec<_>>().join(",")
+        } else {
+            self.servers.clone()
+        };
+        vec![servers; NAMES.div_ceil(count)].join(",")
+    }
+
+    /// How to speak TLS, if the servers are to be spoken to so.
+    pub(crate) fn tls(&self) -> Option<&Tls> {
+        self.tls.as_ref()
     }
 
     pub(crate) fn connect_timeout(&self) -> Duration {
@@ -178,7 +240,10 @@ impl ZooKeeperOptions {
     }
 
     pub(crate) fn connector(&self, timeout: Duration) -> Connector {
-        let connector = Client::connector().with_session_timeout(timeout);
+        let mut connector = Client::connector().with_session_timeout(timeout);
+        if let Some(tls) = &self.tls {
+            connector = tls.secure(connector);
+        }
         match &self.credentials {
             Some((user, password)) => {
                 connector.with_auth("digest", format!("{user}:{password}").as_bytes())
@@ -205,32 +270,38 @@ impl fmt::Debug for ZooKeeperOptions {
             .field("signs_in", &self.credentials.is_some())
             .field("creator_only", &self.creator_only)
             .field("connect_timeout", &self.connect_timeout)
+            .field("secure", &self.secure)
+            .field("certificate_authority", &self.authority.is_some())
+            .field("client_certificate", &self.identity.is_some())
             .finish()
     }
 }
 
 fn checked_servers(servers: &str) -> Result<String> {
-    let server_is_good = |server: &str| {
-        let (host, port) = match server.strip_prefix('[') {
-            Some(rest) => match rest.split_once(']') {
-                Some((host, port)) => (host, port),
-                None => return false,
-            },
-            None => server.split_at(server.find(':').unwrap_or(server.len())),
-        };
-        let port_is_good = match port.strip_prefix(':') {
-            Some(port) => port.parse::<u16>().is_ok_and(|port| port != 0),
-            None => port.is_empty(),
-        };
-        !host.is_empty() && !host.contains(char::is_whitespace) && port_is_good
-    };
-    if servers.split(',').all(server_is_good) {
+    if servers
+        .split(',')
+        .all(|server| host_and_port(server).is_some())
+    {
         Ok(servers.to_owned())
     } else {
         Err(invalid(
             "name the servers as host:port with commas between them, as in zk://host1:2181,host2:2181",
         ))
     }
+}
+
+fn host_and_port(server: &str) -> Option<Server> {
+    let (host, port) = match server.strip_prefix('[') {
+        Some(rest) => rest.split_once(']')?,
+        None => server.split_at(server.find(':').unwrap_or(server.len())),
+    };
+    let port = match port.strip_prefix(':') {
+        Some(port) => port.parse().ok().filter(|port| *port != 0)?,
+        None if port.is_empty() => 2181,
+        None => return None,
+    };
+    let host_is_good = !host.is_empty() && !host.contains(char::is_whitespace);
+    host_is_good.then(|| (host.to_owned(), port))
 }
 
 fn credentials(who: &str) -> Result<(String, String)> {
@@ -300,6 +371,62 @@ mod tests {
         assert_eq!(options.connect_string().matches("h1:2181").count(), 6);
         let root = ZooKeeperOptions::new("zk://h/c").unwrap().with_prefix("/");
         assert_eq!(root.check().unwrap().parent(&key), "/c/x%2Fy");
+    }
+
+    #[test]
+    fn certificates_ask_for_tls() {
+        let pem = "-----BEGIN CERTIFICATE-----";
+        let plain = || ZooKeeperOptions::new("zk://h").unwrap();
+        for options in [
+            plain().with_certificate_authority(pem),
+            plain().with_client_certificate(pem, pem),
+        ] {
+            let Err(error) = options.check() else {
+                panic!("it does not ask for TLS");
+            };
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            assert!(error.to_string().contains("zks://"), "{error}");
+        }
+        let secure = ZooKeeperOptions::new("zks://h1,[::1]:2281").unwrap();
+        let named = secure.connect_string();
+        assert!(
+            named.starts_with("tcp+tls://h1,tcp+tls://[::1]:2281,tcp+tls://h1,"),
+            "{named}"
+        );
+        assert!(plain().check().unwrap().tls().is_none());
+    }
+
+    #[cfg(not(feature = "tls"))]
+    #[test]
+    fn without_the_feature_there_is_no_tls() {
+        let options = ZooKeeperOptions::new("zks://h").unwrap();
+        let error = options.check().expect_err("built without");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("feature `tls`"), "{error}");
+    }
+
+    #[cfg(feature = "tls")]
+    #[test]
+    fn certificates_are_read_before_anything_is_sent() {
+        const GARBLED: &str = "-----BEGIN CERTIFICATE-----\nc2VjcmV0\n-----END CERTIFICATE-----\n";
+        let options = |host: &str| ZooKeeperOptions::new(format!("zks://{host}")).unwrap();
+        for (options, says) in [
+            (options("h").with_certificate_authority("secret"), "PEM"),
+            (
+                options("h").with_certificate_authority(GARBLED),
+                "authority",
+            ),
+            (
+                options("h").with_client_certificate("secret", "secret"),
+                "key",
+            ),
+            (options("a..b"), "DNS name"),
+        ] {
+            let error = options.check().expect_err(says);
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            let shown = format!("{error} {error:?}");
+            assert!(shown.contains(says) && !shown.contains("secret"), "{shown}");
+        }
     }
 
     #[test]

@@ -1,8 +1,8 @@
 use std::collections::{HashMap, HashSet};
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -87,10 +87,34 @@ impl Session {
                 sleep(Duration::from_millis(50)).await;
             }
         };
-        let answer = timeout(limit, opening).await;
-        let (session, pulse) = answer
-            .unwrap_or(Err(last))
-            .map_err(|error| error::map(options.servers(), &error))?;
+        // The client tries again whatever the reason is; some do not pass.
+        let heard = OnceLock::new();
+        let refusal = async {
+            match options.tls() {
+                Some(tls) => tls.refusal(&heard).await,
+                None => pending().await,
+            }
+        };
+        let answer = timeout(limit, async {
+            tokio::select! {
+                biased;
+                answer = opening => Ok(answer),
+                refusal = refusal => Err(refusal),
+            }
+        });
+        let answer = match answer.await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(refusal)) => return Err(error::no_tls(options.servers(), &refusal)),
+            Err(_elapsed) => Err(last),
+        };
+        let (session, pulse) = answer.map_err(|error| {
+            let hint = match (heard.get(), options.tls()) {
+                (Some(heard), _) => heard,
+                (None, Some(_)) => "do they speak TLS there? Their secureClientPort is meant",
+                (None, None) => "if they speak TLS there, begin the URL with zks://",
+            };
+            error::map_opening(options.servers(), hint, &error)
+        })?;
         let alive = Alive(Arc::downgrade(&session));
         let state = session.client().map(|client| client.state_watcher());
         if let Ok(state) = state {

@@ -25,7 +25,7 @@ fn main() -> ExitCode {
         return code;
     }
     support::main(
-        support::no_servers(),
+        ZooKeeperEnsemble::missing(),
         &[
             ("lost_on_a_follower_that_is_cut_off", || run(cut_off())),
             ("a_create_through_another_server_is_not_doubled", || {

@@ -23,7 +23,7 @@ const CURATOR: [&str; 3] = [
 fn main() -> ExitCode {
     let curator: &[Test] = &[("curator", || run(curator()))];
     let kazoo: &[Test] = &[("kazoo", || run(kazoo()))];
-    let servers = support::no_servers();
+    let servers = ZooKeeperEnsemble::missing();
     support::main_of(&[
         (servers.clone().or_else(no_curator), curator),
         (servers.or_else(no_kazoo), kazoo),

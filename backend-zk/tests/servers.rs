@@ -24,7 +24,7 @@ use zookeeper_client::{Acls, CreateMode};
 
 fn main() -> ExitCode {
     support::main(
-        support::no_servers(),
+        ZooKeeperEnsemble::missing(),
         &[
             ("lost_when_the_servers_are_silent", || {
                 run(lost_when_silent())

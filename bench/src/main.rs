@@ -1,11 +1,15 @@
 //! Speed as a ratio to the floor, measured in the same run.
 //!
-//! `cargo run --release -- redis` starts a server of its own on a free port. Each case runs the floor
-//! and ours in turn, several rounds, and shows the medians: compare the ratios, not the rates.
+//! `cargo run --release -- redis` starts a server of its own on a free port, and so do `etcd`, `zk` and
+//! `postgres`; `all` runs everything. Each case runs the floor and ours in turn, several rounds, and
+//! shows the medians: compare the ratios, not the rates.
 
 mod core;
+mod etcd;
 mod measure;
+mod postgres;
 mod redis;
+mod zk;
 
 use std::time::Duration;
 
@@ -30,6 +34,14 @@ enum What {
     Core,
     /// Redis: free locks with 1, 64 and 256 tasks, and one key with 16 clients.
     Redis,
+    /// etcd: free locks with 1 and 64 tasks, and one key with 16 clients.
+    Etcd,
+    /// ZooKeeper: free locks with 1 and 64 tasks.
+    Zk,
+    /// PostgreSQL: free locks with 1, 16 and 64 tasks.
+    Postgres,
+    /// All of them, one after the other.
+    All,
 }
 
 fn main() {
@@ -41,5 +53,15 @@ fn main() {
     match args.what {
         What::Core => core::run(plan),
         What::Redis => redis::run(plan),
+        What::Etcd => etcd::run(plan),
+        What::Zk => zk::run(plan),
+        What::Postgres => postgres::run(plan),
+        What::All => {
+            core::run(plan);
+            redis::run(plan);
+            etcd::run(plan);
+            zk::run(plan);
+            postgres::run(plan);
+        }
     }
 }

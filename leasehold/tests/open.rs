@@ -206,6 +206,7 @@ async fn a_store_that_was_not_built_in_says_how() {
         left_out.push(("rediss://host?prefix=a", "rediss", "redis"));
         left_out.push(("redis+cluster://a,b?prefix=a", "redis+cluster", "redis"));
         left_out.push(("redlock://a,b,c?max_ttl=5s", "redlock", "redis"));
+        left_out.push(("redis+sentinel://a,b/m", "redis+sentinel", "redis"));
     }
     if cfg!(not(feature = "etcd")) {
         left_out.push(("etcd://me:hunter2@host,other", "etcd", "etcd"));
@@ -213,6 +214,7 @@ async fn a_store_that_was_not_built_in_says_how() {
     }
     if cfg!(not(feature = "zk")) {
         left_out.push(("zk://me:hunter2@host,other/chroot", "zk", "zk"));
+        left_out.push(("zks://me:hunter2@host,other/chroot", "zks", "zk-tls"));
     }
     for (url, scheme, feature) in left_out {
         let error = open(url).await.expect_err("not built in");
@@ -262,6 +264,18 @@ mod redis {
                 "redlock://a,b,c?node_timeout=0s".into(),
                 "node_timeout=0s is no limit",
             ),
+            (
+                "redis+sentinel://a,b?replicas=1".into(),
+                "behind the sentinels stands the name",
+            ),
+            (
+                "redis+sentinel://a/m?replicas=some".into(),
+                "replicas=some is no number of replicas",
+            ),
+            (
+                "redis+sentinel://a/m?client_key=/a".into(),
+                "a redis+sentinel: URL has no option client_key",
+            ),
             ("redlock://a,b".into(), "3, 5 or 7 independent servers"),
             ("redlock://a,b,a".into(), "given twice"),
             ("redis:".into(), "redis://localhost"),
@@ -275,14 +289,31 @@ mod redis {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_server_is_opened_with_its_options() {
-        let server = match leasehold_conformance::fixtures::redis::Redis::find().await {
-            Ok(server) => server,
+    async fn a_server_behind_sentinels_is_opened_with_its_options() {
+        use leasehold_conformance::fixtures::sentinel::SentinelGroup;
+        let group = match SentinelGroup::find().await {
+            Ok(group) => group,
             Err(missing) => {
                 assert!(!missing.is_required(), "{missing}");
                 eprintln!("not tried: {missing}");
                 return;
             }
+        };
+        let url = group.url();
+        let locks = opened(&format!("{url}?replicas=2&prefix=here:")).await;
+        locks.lock("a").await.expect("free");
+        // There are two, and never a third.
+        let locks = opened(&format!("{url}?replicas=3&request_limit=200ms")).await;
+        let error = locks.lock("a").await.expect_err("not confirmed");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("2 of the 3"), "{error}");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_is_opened_with_its_options() {
+        let server = match leasehold_conformance::fixtures::redis::Redis::find().await {
+            Ok(server) => server,
+            Err(missing) => return missing.skip(),
         };
         let url = server.url();
         let here = opened(&format!(
@@ -327,6 +358,9 @@ mod redis {
             "rediss://hunter2:hunter2@host/a?ttl=1s",
             "redis+cluster://me:hunter2@one,two/3",
             "rediss+cluster://me:hunter2@one,two:port?ttl=1s",
+            "redis+sentinel://me:pass/hunter2@a/m",
+            "redis+sentinel://me:hunter2@a/m?sentinel_password=hunter2&replicas=x",
+            "redis+sentinel://me:hunter2@a",
         ] {
             let error = open(url).await.expect_err(url);
             let said = format!("{error} {error:?}");
@@ -378,11 +412,7 @@ mod etcd {
     async fn a_cluster_is_opened_with_its_options() {
         let cluster = match leasehold_conformance::fixtures::etcd::Etcd::find(1).await {
             Ok(cluster) => cluster,
-            Err(missing) => {
-                assert!(!missing.is_required(), "{missing}");
-                eprintln!("not tried: {missing}");
-                return;
-            }
+            Err(missing) => return missing.skip(),
         };
         let url = format!("etcd://{}", cluster.endpoints());
         let here = opened(&format!(
@@ -485,6 +515,18 @@ mod zk {
             ),
             ("zk://host:port".into(), "zk://host1:2181,host2:2181"),
             ("zk://hunter2@host".into(), "user:password"),
+            (
+                format!("{server}?client_key=/a"),
+                "a zk: URL has no option client_key",
+            ),
+            (
+                "zks://127.0.0.1:1?client_key=/a".into(),
+                "give both client_certificate and client_key",
+            ),
+            (
+                "zks://127.0.0.1:1?certificate_authority=/no/such/file".into(),
+                "certificate_authority=/no/such/file names a file that cannot be read",
+            ),
         ] {
             let said = refusal(&url).await;
             assert!(said.contains(says), "{url}: {said}");
@@ -505,14 +547,31 @@ mod zk {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_server_is_opened_with_its_options() {
-        let servers = match leasehold_conformance::fixtures::zookeeper::ZooKeeper::find(1).await {
-            Ok(servers) => servers,
+    async fn a_server_behind_sentinels_is_opened_with_its_options() {
+        use leasehold_conformance::fixtures::sentinel::SentinelGroup;
+        let group = match SentinelGroup::find().await {
+            Ok(group) => group,
             Err(missing) => {
                 assert!(!missing.is_required(), "{missing}");
                 eprintln!("not tried: {missing}");
                 return;
             }
+        };
+        let url = group.url();
+        let locks = opened(&format!("{url}?replicas=2&prefix=here:")).await;
+        locks.lock("a").await.expect("free");
+        // There are two, and never a third.
+        let locks = opened(&format!("{url}?replicas=3&request_limit=200ms")).await;
+        let error = locks.lock("a").await.expect_err("not confirmed");
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(error.to_string().contains("2 of the 3"), "{error}");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_is_opened_with_its_options() {
+        let servers = match leasehold_conformance::fixtures::zookeeper::ZooKeeper::find(1).await {
+            Ok(servers) => servers,
+            Err(missing) => return missing.skip(),
         };
         let url = servers.url();
         let here = opened(&format!("{url}/a?prefix=/here&connect_timeout=20s")).await;
@@ -523,6 +582,39 @@ mod zk {
         assert_eq!(error.kind(), ErrorKind::Timeout);
         let apart = elsewhere.try_lock("open").await.expect("answered");
         assert!(apart.is_some());
+        guard.release().await.expect("released");
+    }
+
+    #[cfg(not(feature = "zk-tls"))]
+    #[tokio::test]
+    async fn without_the_feature_there_is_no_tls() {
+        let error = open("zks://127.0.0.1:1").await.expect_err("not built in");
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("`zk-tls`"), "{error}");
+    }
+
+    #[cfg(feature = "zk-tls")]
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_server_is_opened_over_tls() {
+        use leasehold_conformance::fixtures::certificates::Authority;
+        use leasehold_conformance::fixtures::zookeeper::ZooKeeperEnsemble;
+
+        leasehold_conformance::skip_without!(
+            ZooKeeperEnsemble::missing().or_else(|| Authority::missing("zookeeper"))
+        );
+        let authority = Authority::new().expect("made");
+        let own = authority.sign("server").expect("signed");
+        let tls = ZooKeeperEnsemble::with_tls(&authority, &own);
+        let servers = ZooKeeperEnsemble::start(1, &tls).await.expect("started");
+        let client = authority.sign("client").expect("signed");
+        let url = format!(
+            "zks://{}?certificate_authority={}&client_certificate={}&client_key={}",
+            servers.secure_server(0),
+            authority.certificate().display(),
+            client.certificate.display(),
+            client.key.display()
+        );
+        let guard = opened(&url).await.lock("open").await.expect("free");
         guard.release().await.expect("released");
     }
 }

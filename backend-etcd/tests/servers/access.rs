@@ -1,14 +1,14 @@
 //! Users, their rights and tokens; TLS.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use etcd_client::{Client, Permission};
+use leasehold_conformance::fixtures::certificates::{Authority, Certificate, read};
 use leasehold_conformance::fixtures::etcd::EtcdCluster;
 use leasehold_conformance::{Flow, Proxy};
-use leasehold_core::{ErrorKind, Locks};
+use leasehold_core::{ErrorKind, Locks, Moment};
 use leasehold_etcd::{Etcd, EtcdOptions};
 
 use crate::Test;
@@ -143,68 +143,59 @@ async fn who_is_asked() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn openssl(folder: &Path, arguments: &str) -> anyhow::Result<()> {
-    let status = Command::new("openssl")
-        .args(arguments.split(' '))
-        .current_dir(folder)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()?;
-    ensure!(status.success(), "openssl {arguments}: {status}");
-    Ok(())
-}
-
-/// An authority in `folder`, and a certificate with its key that it has signed, for either side.
-fn certificates(folder: &Path) -> anyhow::Result<()> {
-    let key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes";
-    openssl(
-        folder,
-        &format!("req -x509 {key} -subj /CN=authority -days 2 -keyout ca.key -out ca.pem"),
-    )?;
-    std::fs::write(
-        folder.join("extensions"),
-        "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n",
-    )?;
-    openssl(
-        folder,
-        &format!("req {key} -subj /CN=member -keyout member.key -out member.csr"),
-    )?;
-    openssl(
-        folder,
-        "x509 -req -in member.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile extensions -out member.pem",
-    )
-}
-
 async fn tls() -> anyhow::Result<()> {
-    let folder = tempfile::tempdir()?;
-    certificates(folder.path())?;
-    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let (ours, other) = (Authority::new()?, Authority::new()?);
+    let member = ours.sign("member")?;
+    let path = |path: &Path| path.to_string_lossy().into_owned();
     let arguments = [
         "--cert-file".into(),
-        path("member.pem"),
+        path(&member.certificate),
         "--key-file".into(),
-        path("member.key"),
+        path(&member.key),
         "--client-cert-auth".into(),
         "--trusted-ca-file".into(),
-        path("ca.pem"),
+        path(&ours.certificate()),
     ];
     let servers = EtcdCluster::start(1, arguments).await?;
-    let authority = std::fs::read(path("ca.pem"))?;
-    let (certificate, key) = (
-        std::fs::read(path("member.pem"))?,
-        std::fs::read(path("member.key"))?,
-    );
-    let known = options(&servers.endpoints())?.with_certificate_authority(authority);
-    let both = known.clone().with_client_certificate(certificate, key);
-    let locks = Locks::new(Etcd::connect_with(both).await?);
+    let with = |authority: &Authority, own: &Certificate| {
+        let options = options(&servers.endpoints())?
+            .with_certificate_authority(read(&authority.certificate())?)
+            .with_client_certificate(read(&own.certificate)?, read(&own.key)?);
+        anyhow::Ok(options)
+    };
+    let client = ours.sign("client")?;
+    let locks = Locks::new(Etcd::connect_with(with(&ours, &client)?).await?);
     locks.lock("k").await?.release().await?;
 
-    let quick = Duration::from_secs(3);
-    let error = refused(known.with_connect_timeout(quick)).await?;
+    let (limit, known) = (Duration::from_secs(3), read(&ours.certificate())?);
+    let known = options(&servers.endpoints())?.with_certificate_authority(known);
+    let stranger = with(&ours, &other.sign("client")?)?;
+    let https = EtcdOptions::new([format!("https://{}", servers.endpoint(0))])?;
+    // A server that refuses our certificate may do so by just closing the connection.
+    let (certain, maybe) = (
+        &[ErrorKind::Other][..],
+        &[ErrorKind::Other, ErrorKind::Unavailable][..],
+    );
+    for (options, kinds, says) in [
+        (
+            with(&other, &client)?,
+            certain,
+            "with_certificate_authority",
+        ),
+        (https, certain, "with_certificate_authority"),
+        (known, maybe, "with_client_certificate"),
+        (stranger, maybe, "with_client_certificate"),
+    ] {
+        let started = Moment::now();
+        let error = refused(options.with_connect_timeout(limit)).await?;
+        ensure!(kinds.contains(&error.kind()), "{error:?}");
+        ensure!(error.to_string().contains(says), "{error}");
+        ensure!(started.elapsed() < limit + SOON);
+    }
+    let plain = options(&servers.endpoints())?.with_connect_timeout(limit);
+    let error = refused(plain).await?;
     ensure!(error.kind() == ErrorKind::Unavailable, "{error:?}");
-    let strange = EtcdOptions::new([format!("https://{}", servers.endpoint(0))])?;
-    let error = refused(strange.with_connect_timeout(quick)).await?;
-    ensure!(error.kind() == ErrorKind::Unavailable, "{error:?}");
+    ensure!(error.to_string().contains("https://"), "{error}");
     Ok(())
 }
 

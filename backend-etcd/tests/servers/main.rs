@@ -32,9 +32,11 @@ fn trial((name, programs, test): Test) -> Trial {
     /// Far beyond what any of them takes, so that nothing hangs for ever.
     const LIMIT: Duration = Duration::from_secs(300);
     Trial::ignorable_test(name, move || {
-        let needed = [EtcdCluster::PROGRAM].iter().chain(programs);
-        if let Some(absent) = needed.copied().find(|name| program(name).is_none()) {
-            let missing = Missing::new("etcd", format!("there is no program {absent}"));
+        let absent = programs.iter().find(|name| program(name).is_none());
+        let missing = EtcdCluster::missing().or_else(|| {
+            absent.map(|name| Missing::new("etcd", format!("there is no program {name}")))
+        });
+        if let Some(missing) = missing {
             return if missing.is_required() {
                 Err(missing.to_string().into())
             } else {

@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use leasehold_conformance::fixtures::Missing;
 use leasehold_conformance::fixtures::postgres::PostgresServer;
 use leasehold_core::Locks;
 use leasehold_postgres::{Postgres, PostgresOptions};
@@ -13,27 +12,12 @@ use tokio::time::{Instant, sleep, timeout};
 /// An upper bound for what takes milliseconds on an idle machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
-/// A server with these settings; `None`, with a word about it, where there is no PostgreSQL.
-pub(crate) async fn start(settings: &[&str]) -> Option<PostgresServer> {
-    match PostgresServer::start(settings).await {
-        Ok(server) => Some(server),
-        Err(error) => {
-            let missing = Missing::new("postgres", format!("{error:#}"));
-            assert!(!missing.is_required(), "{missing}");
-            eprintln!("not run: {missing}");
-            None
-        }
-    }
-}
-
-/// A server, or the end of the test.
+/// A server with these settings, or the end of the test.
 macro_rules! server {
-    ($($setting:expr),*) => {
-        match support::start(&[$($setting),*]).await {
-            Some(server) => server,
-            None => return,
-        }
-    };
+    ($($setting:expr),*) => {{
+        leasehold_conformance::skip_without!(PostgresServer::missing());
+        PostgresServer::start([""; 0].into_iter().chain([$($setting),*])).await.unwrap()
+    }};
 }
 pub(crate) use server;
 

@@ -194,6 +194,11 @@ impl Cluster {
         }
     }
 
+    /// Whether replicas must confirm grants and renewals.
+    pub(crate) fn replicas_are_asked(&self) -> bool {
+        self.options.replicas > 0
+    }
+
     /// How errors call the node that has this slot.
     pub(crate) fn address(&self, slot: u16) -> String {
         match self.owner(slot) {
@@ -375,7 +380,7 @@ impl Cluster {
             return Err(error::closed());
         }
         let client = Client::of_node(
-            &self.options.at(node),
+            &self.options.at_node(node),
             self.names.clone(),
             self.shared.clone(),
             Arc::downgrade(self),
@@ -449,7 +454,7 @@ impl Cluster {
     async fn ask(self: &Arc<Self>, nodes: &[Node]) -> Result<Topology> {
         let mut asking = JoinSet::new();
         for node in nodes {
-            let options = self.options.at(node);
+            let options = self.options.at_node(node);
             let connection = self.clients().get(node).and_then(|client| client.current());
             asking.spawn(async move { Topology::ask(&options, connection).await });
         }

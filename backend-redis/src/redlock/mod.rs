@@ -11,7 +11,7 @@ mod options;
 mod queues;
 mod quorum;
 mod remote;
-mod script;
+pub(crate) mod script;
 mod sent;
 mod time;
 mod tokens;

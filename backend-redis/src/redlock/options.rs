@@ -31,8 +31,8 @@ impl RedlockOptions {
     /// Reads the URLs of 3, 5 or 7 independent servers, each as in [`RedisOptions::new`].
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for a malformed URL, another number of nodes, a node that is named twice, or
-    /// one that is named as a cluster.
+    /// [`ErrorKind::Invalid`] for a malformed URL, another number of nodes, a node that is named
+    /// twice, one behind sentinels, or a cluster.
     pub fn new(urls: impl IntoIterator<Item = impl AsRef<str>>) -> Result<Self> {
         let nodes = urls.into_iter().map(RedisOptions::new);
         Self::from_nodes(nodes.collect::<Result<Vec<_>>>()?)
@@ -41,8 +41,8 @@ impl RedlockOptions {
     /// The same with options for each node: certificates, users.
     ///
     /// # Errors
-    /// [`ErrorKind::Invalid`] for another number of nodes than 3, 5 or 7, a node that is named twice, or
-    /// one that is named as a cluster.
+    /// [`ErrorKind::Invalid`] for another number of nodes than 3, 5 or 7, a node that is named twice,
+    /// one behind sentinels or with replicas to wait for, or a cluster.
     pub fn from_nodes(nodes: impl IntoIterator<Item = RedisOptions>) -> Result<Self> {
         let nodes: Vec<_> = nodes.into_iter().collect();
         if ![3, 5, 7].contains(&nodes.len()) {
@@ -61,6 +61,18 @@ impl RedlockOptions {
         }
         for (index, node) in nodes.iter().enumerate() {
             let address = node.address();
+            if !node.is_fixed() {
+                return Err(invalid(format!(
+                    "{address} cannot be a node of Redlock: a failover may forget its vote; name each \
+                     server by its own URL, as in redis://host:6379"
+                )));
+            }
+            if node.replicas > 0 {
+                return Err(invalid(format!(
+                    "{address} cannot be a node of Redlock with replicas to wait for: the nodes are \
+                     independent, leave with_replicas out"
+                )));
+            }
             if nodes[..index].iter().any(|it| it.address() == address) {
                 return Err(invalid(format!(
                     "{address} is given twice: a server has one vote"

@@ -87,6 +87,9 @@ impl RemoteNode {
         let mut call = script::call(&PROBE, &[&probe, &hash, &self.0.state]);
         call.arg(&probe);
         connection.probe(client, &PROBE, &call).await?;
+        // Of the inbox, which a node has no use for.
+        let unsubscribed = connection.unsubscribe(&client.names.inbox(client.id)).await;
+        unsubscribed.map_err(|e| client.refused(&e, "+unsubscribe"))?;
         Ok(server)
     }
 

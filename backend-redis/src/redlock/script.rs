@@ -2,6 +2,8 @@ use std::sync::LazyLock;
 
 use redis::Script;
 
+use crate::script::RENEW;
+
 /// The scripts; what each does, takes and returns stands at its head.
 pub(super) static ACQUIRE: LazyLock<Script> =
     LazyLock::new(|| shared(include_str!("scripts/acquire.lua")));
@@ -19,6 +21,14 @@ pub(super) static SEED: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("scripts/seed.lua")));
 pub(super) static PROBE: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("scripts/probe.lua")));
+
+/// Those that are loaded as soon as a connection to a node stands: a vote must not come late because
+/// its script is not there yet.
+pub(crate) fn all() -> [&'static Script; 8] {
+    [
+        &ACQUIRE, &RAISE, &RENEW, &FREE, &EVICT, &HOLDER, &LOOK, &SEED,
+    ]
+}
 
 fn shared(source: &str) -> Script {
     Script::new(&[include_str!("scripts/shared.lua"), source].concat())

@@ -3,13 +3,15 @@
 #![allow(clippy::unwrap_used, reason = "the helpers are parts of tests")]
 
 use std::future::{Future, poll_fn};
+use std::io::{self, Write};
 use std::pin::Pin;
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis::RedisServer;
-use leasehold_core::{Backend, Claim, Error, Hold, Key, OwnerId, Result};
-use leasehold_redis::Redis;
+use leasehold_core::{Backend, Claim, Error, ErrorKind, Hold, Key, Moment, OwnerId, Result};
+use leasehold_redis::{Redis, Redlock, RedlockOptions};
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, RedisResult};
 
@@ -23,6 +25,47 @@ pub(crate) type Granted = Result<Option<Box<dyn Hold>>>;
 /// A server for one test, with these arguments beside the usual ones.
 pub(crate) async fn server<const N: usize>(arguments: [&str; N]) -> RedisServer {
     RedisServer::start(arguments).await.unwrap()
+}
+
+pub(crate) async fn servers<const N: usize>(
+    count: usize,
+    arguments: [&str; N],
+) -> Vec<RedisServer> {
+    let mut servers = Vec::new();
+    for _ in 0..count {
+        servers.push(server(arguments).await);
+    }
+    servers
+}
+
+pub(crate) fn urls(servers: &[RedisServer]) -> Vec<String> {
+    servers.iter().map(RedisServer::url).collect()
+}
+
+/// For new servers, which have forgotten nothing.
+pub(crate) fn redlock_options(servers: &[RedisServer]) -> RedlockOptions {
+    for_new(RedlockOptions::new(urls(servers)).unwrap())
+}
+
+pub(crate) fn for_new(options: RedlockOptions) -> RedlockOptions {
+    options
+        .with_restart_guard(false)
+        .with_max_ttl(LONG)
+        // The machine may be busy.
+        .with_node_timeout(SOON)
+}
+
+pub(crate) async fn redlock(options: RedlockOptions) -> Redlock {
+    let connecting = Redlock::connect_with(options);
+    within(SOON, "it connects", connecting).await.unwrap()
+}
+
+pub(crate) async fn raws(servers: &[RedisServer]) -> Vec<Raw> {
+    let mut raws = Vec::new();
+    for server in servers {
+        raws.push(raw(server).await);
+    }
+    raws
 }
 
 pub(crate) async fn connect(server: &RedisServer) -> Redis {
@@ -46,6 +89,16 @@ impl Raw {
             cmd.arg(word);
         }
         cmd.query_async(&mut self.0).await
+    }
+
+    /// The same, of words that may have blanks in them.
+    pub(crate) async fn words(&mut self, words: &[&str]) {
+        let cmd = words.iter().fold(redis::Cmd::new(), |mut cmd, word| {
+            cmd.arg(word);
+            cmd
+        });
+        let answer: RedisResult<redis::Value> = cmd.query_async(&mut self.0).await;
+        answer.unwrap_or_else(|e| panic!("{words:?}: {e}"));
     }
 
     /// The same; it must succeed.
@@ -118,7 +171,10 @@ pub(crate) async fn is_taken(client: &impl Backend, name: &str) -> bool {
 }
 
 /// An acquire that runs by itself.
-pub(crate) fn spawn(client: &Redis, claim: Claim) -> tokio::task::JoinHandle<Granted> {
+pub(crate) fn spawn(
+    client: &(impl Backend + Clone),
+    claim: Claim,
+) -> tokio::task::JoinHandle<Granted> {
     let client = client.clone();
     tokio::spawn(async move { client.acquire(&claim).await })
 }
@@ -150,6 +206,124 @@ pub(crate) async fn once<T>(
         })
     })
     .await
+}
+
+/// Repeats what fails because a connection or a server is not there just now, as core does.
+pub(crate) async fn eventually(mut attempt: impl AsyncFnMut() -> Result<()>) {
+    let start = Moment::now();
+    let mut unanswered = false;
+    loop {
+        match attempt().await {
+            Ok(()) => return,
+            Err(e) if e.kind() == ErrorKind::Lost && unanswered => return,
+            Err(e) => {
+                assert!(e.is_transient() && start.elapsed() < SOON, "{e}");
+                unanswered = true;
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Waits until it is so.
+pub(crate) async fn until(what: &str, mut so: impl AsyncFnMut() -> bool) {
+    let waiting = async {
+        while !so().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    within(SOON, what, waiting).await;
+}
+
+/// Waits until every node has voted for whoever holds `name`: a lock is granted when a majority has.
+pub(crate) async fn until_voted(servers: &[RedisServer], name: &str) {
+    for server in servers {
+        let mut raw = raw(server).await;
+        until("the node votes", async || {
+            raw.get::<bool>(&format!("EXISTS lock:{name}")).await
+        })
+        .await;
+    }
+}
+
+/// A server with these arguments, once [filled](fill) and started again, loads its data until it is
+/// [told](load_fast) to hurry.
+pub(crate) const SLOW_TO_LOAD: [&str; 6] = [
+    "--key-load-delay",
+    "100000",
+    "--loading-process-events-interval-bytes",
+    "1024",
+    "--rdbcompression",
+    "no",
+];
+
+/// Saves data that takes a minute to load.
+pub(crate) async fn fill(raw: &mut Raw) {
+    let value = "x".repeat(2000);
+    for number in 0..600 {
+        raw.run(&format!("SET filler:{number} {value}")).await;
+    }
+    raw.run("SAVE").await;
+}
+
+pub(crate) async fn until_loading(server: &RedisServer) {
+    let client = redis::Client::open(server.url()).unwrap();
+    until("it loads its data", async || {
+        let Ok(mut connection) = client.get_multiplexed_async_connection().await else {
+            return false;
+        };
+        let answer: RedisResult<String> = redis::cmd("GET")
+            .arg("a")
+            .query_async(&mut connection)
+            .await;
+        answer.is_err_and(|e| e.code() == Some("LOADING"))
+    })
+    .await;
+}
+
+pub(crate) async fn load_fast(server: &RedisServer) {
+    let mut raw = raw(server).await;
+    raw.run("CONFIG SET key-load-delay 0").await;
+    until("it has loaded its data", async || {
+        raw.ask::<Option<String>>("GET a").await.is_ok()
+    })
+    .await;
+}
+
+/// What is logged on this thread while the guard lives.
+pub(crate) fn logs() -> (Logs, tracing::subscriber::DefaultGuard) {
+    let logs = Logs::default();
+    let writer = logs.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone());
+    let guard = tracing::subscriber::set_default(subscriber.finish());
+    (logs, guard)
+}
+
+#[derive(Clone, Default)]
+pub(crate) struct Logs(Arc<Mutex<Vec<u8>>>);
+
+impl Logs {
+    /// The warnings with these words in them, and no others; what was logged is then forgotten.
+    pub(crate) fn take_warnings(&self, words: &str) -> Vec<String> {
+        let text = std::mem::take(&mut *self.0.lock().unwrap());
+        let text = String::from_utf8(text).unwrap();
+        let lines = text.lines().map(str::to_owned);
+        lines
+            .filter(|line| line.contains("WARN") && line.contains(words))
+            .collect()
+    }
+}
+
+impl Write for Logs {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// The error of something that must fail.

@@ -52,14 +52,6 @@ pub(crate) fn main_of(groups: &[(Option<Missing>, &[Test])]) -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// Why there are no servers to test with.
-pub(crate) fn no_servers() -> Option<Missing> {
-    let java = leasehold_conformance::fixtures::program(ZooKeeperEnsemble::PROGRAM);
-    let jar = std::path::Path::new(ZooKeeperEnsemble::JAR);
-    (java.is_none() || !jar.exists())
-        .then(|| Missing::new("zookeeper", "install Debian's package libzookeeper-java"))
-}
-
 /// Drives a test on a runtime of its own.
 pub(crate) fn run(test: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -1,13 +1,14 @@
 //! The memory backend with one flaw, as a real backend might have it.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_conformance::fixtures::Missing;
-use leasehold_conformance::{Harness, Store};
+use leasehold_conformance::{Control, Harness, Store};
 use leasehold_core::{
     Backend, Claim, Error, ErrorKind, Guarantees, Hold, Holder, Key, Memory, Moment, Result, Token,
     Validity,
@@ -28,12 +29,16 @@ pub(crate) enum Flaw {
     FreesByKey,
     /// Keeps locks for a year, whatever ttl was asked for.
     NeverExpires,
+    /// The same, and forgets releases.
+    KeepsForEver,
     /// Goes on acquiring when the future is dropped.
     AcquiresInATask,
     /// Folds upper and lower case.
     FoldsCase,
     /// Cuts names at the first NUL.
     CutsAtNul,
+    /// Locks the first 16 bits of a hash.
+    HashesShort,
     /// Shows the same token for all grants.
     ConstantToken,
     /// Lets waiters try again and again, in no order.
@@ -62,6 +67,9 @@ pub(crate) enum Flaw {
     EvictsAny,
     /// Needs a runtime where a hold is dropped.
     SpawnsOnDrop,
+    /// When the leader of three servers is killed, the others begin with nothing, and holders go on
+    /// believing the one that is gone.
+    ForgetsWithItsLeader,
 }
 
 /// Clients of one memory with the flaw.
@@ -69,6 +77,9 @@ pub(crate) enum Flaw {
 pub(crate) struct Flawed {
     flaw: Flaw,
     memory: Memory,
+    /// What the others have when the leader is gone, for [`Flaw::ForgetsWithItsLeader`].
+    others: Memory,
+    leaderless: Arc<AtomicBool>,
     released: Arc<Notify>,
 }
 
@@ -77,6 +88,8 @@ impl Flawed {
         Self {
             flaw,
             memory: Memory::new(),
+            others: Memory::new(),
+            leaderless: Arc::default(),
             released: Arc::default(),
         }
     }
@@ -84,7 +97,9 @@ impl Flawed {
     pub(crate) fn client(&self) -> Client {
         Client {
             flaw: self.flaw,
-            memory: self.memory.clone(),
+            leader: self.memory.clone(),
+            others: self.others.clone(),
+            leaderless: Arc::clone(&self.leaderless),
             released: Arc::clone(&self.released),
             held: Arc::default(),
             session: Validity::until_ended(),
@@ -95,7 +110,12 @@ impl Flawed {
 #[async_trait]
 impl Harness for Flawed {
     async fn start(&self) -> Result<Store, Missing> {
-        Ok(Store::new("memory"))
+        let store = Store::new("memory");
+        if self.flaw != Flaw::ForgetsWithItsLeader {
+            return Ok(store);
+        }
+        let members = Members(Arc::clone(&self.leaderless));
+        Ok(store.with_control(Arc::new(members)))
     }
 
     async fn connect(&self, _address: &str) -> Result<Box<dyn Backend>> {
@@ -103,10 +123,39 @@ impl Harness for Flawed {
     }
 }
 
+/// Three servers, of which only the leader can be killed.
+struct Members(Arc<AtomicBool>);
+
+#[async_trait]
+impl Control for Members {
+    async fn pause(&self) -> anyhow::Result<()> {
+        anyhow::bail!("they cannot be stopped")
+    }
+
+    async fn resume(&self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    async fn restart(&self) -> anyhow::Result<()> {
+        anyhow::bail!("they cannot be restarted")
+    }
+
+    fn members(&self) -> usize {
+        3
+    }
+
+    async fn kill_leader(&self) -> anyhow::Result<()> {
+        self.0.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     flaw: Flaw,
-    memory: Memory,
+    leader: Memory,
+    others: Memory,
+    leaderless: Arc<AtomicBool>,
     released: Arc<Notify>,
     /// What this client holds, for [`Flaw::KnowsClientsOnly`].
     held: Arc<Mutex<HashMap<Key, Token>>>,
@@ -117,7 +166,7 @@ pub(crate) struct Client {
 #[async_trait]
 impl Backend for Client {
     fn guarantees(&self) -> Guarantees {
-        self.memory.guarantees()
+        self.memory().guarantees()
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
@@ -127,27 +176,27 @@ impl Backend for Client {
         let hold = match self.flaw {
             Flaw::GrantsAll => {
                 inner.key = Key::new(claim.id.to_string())?;
-                self.memory.acquire(&inner).await
+                self.memory().acquire(&inner).await
             }
             Flaw::ChecksThenGrants => {
-                if self.memory.holder(&claim.key).await?.is_none() {
+                if self.memory().holder(&claim.key).await?.is_none() {
                     tokio::task::yield_now().await;
                     let mut now = inner.clone();
                     now.wait = Some(Duration::ZERO);
-                    if let Some(hold) = self.memory.acquire(&now).await? {
+                    if let Some(hold) = self.memory().acquire(&now).await? {
                         return Ok(Some(hold));
                     }
                     // Taken meanwhile, and overwritten.
                     inner.key = Key::new(claim.id.to_string())?;
                 }
-                self.memory.acquire(&inner).await
+                self.memory().acquire(&inner).await
             }
-            Flaw::NeverExpires => {
+            Flaw::NeverExpires | Flaw::KeepsForEver => {
                 inner.ttl = *Claim::TTL_RANGE.end();
-                self.memory.acquire(&inner).await
+                self.memory().acquire(&inner).await
             }
             Flaw::AcquiresInATask => {
-                let memory = self.memory.clone();
+                let memory = self.memory().clone();
                 let task = tokio::spawn(async move { memory.acquire(&inner).await });
                 task.await.expect("no panic")
             }
@@ -155,7 +204,7 @@ impl Backend for Client {
             Flaw::WaitsForEver => {
                 let short = |wait: &Duration| !wait.is_zero() && wait.as_millis() == 0;
                 inner.wait = inner.wait.filter(|wait| !short(wait));
-                self.memory.acquire(&inner).await
+                self.memory().acquire(&inner).await
             }
             Flaw::ShortNumbers if i32::try_from(claim.ttl.as_millis()).is_err() => Err(Error::new(
                 ErrorKind::Other,
@@ -168,11 +217,11 @@ impl Backend for Client {
                         token,
                         validity: Validity::new(sent, claim.ttl),
                     }) as Box<dyn Hold>)),
-                    None => self.memory.acquire(&inner).await,
+                    None => self.memory().acquire(&inner).await,
                 }
             }
             Flaw::WakesAll => self.herd(&inner).await,
-            _ => self.memory.acquire(&inner).await,
+            _ => self.memory().acquire(&inner).await,
         }?;
         let Some(hold) = hold else { return Ok(None) };
         if self.flaw == Flaw::KnowsClientsOnly {
@@ -187,7 +236,7 @@ impl Backend for Client {
         if self.flaw == Flaw::TellsNothing {
             return Ok(None);
         }
-        let holder = self.memory.holder(&self.key(key)?).await?;
+        let holder = self.memory().holder(&self.key(key)?).await?;
         Ok(holder.map(|mut holder| {
             if self.flaw == Flaw::ConstantToken {
                 holder.token = Some(Token::new(1));
@@ -198,17 +247,29 @@ impl Backend for Client {
 
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
         let grant = grant.filter(|_| self.flaw != Flaw::EvictsAny);
-        self.memory.evict(&self.key(key)?, grant).await
+        self.memory().evict(&self.key(key)?, grant).await
     }
 }
 
 impl Client {
+    fn memory(&self) -> &Memory {
+        match self.leaderless.load(Ordering::SeqCst) {
+            true => &self.others,
+            false => &self.leader,
+        }
+    }
+
     fn key(&self, key: &Key) -> Result<Key> {
         let text = key.as_str();
         match self.flaw {
             Flaw::FoldsCase => Key::new(text.to_lowercase()),
             Flaw::CutsAtNul => {
                 Key::new(format!("={}", text.split('\0').next().unwrap_or_default()))
+            }
+            Flaw::HashesShort => {
+                let mut hasher = DefaultHasher::new();
+                text.hash(&mut hasher);
+                Key::new(format!("{:04x}", hasher.finish() & 0xffff))
             }
             _ => Ok(key.clone()),
         }
@@ -219,7 +280,7 @@ impl Client {
         let mut now = claim.clone();
         now.wait = Some(Duration::ZERO);
         loop {
-            if let Some(hold) = self.memory.acquire(&now).await? {
+            if let Some(hold) = self.memory().acquire(&now).await? {
                 return Ok(Some(hold));
             }
             if claim.wait.is_some_and(|wait| start.elapsed() >= wait) {
@@ -234,7 +295,7 @@ impl Client {
         now.wait = Some(Duration::ZERO);
         loop {
             let released = self.released.notified();
-            if let Some(hold) = self.memory.acquire(&now).await? {
+            if let Some(hold) = self.memory().acquire(&now).await? {
                 return Ok(Some(hold));
             }
             if claim.wait == Some(Duration::ZERO) {
@@ -259,7 +320,9 @@ impl FlawedHold {
     fn new(client: Client, claim: &Claim, sent: Moment, mut inner: Box<dyn Hold>) -> Self {
         let validity = match client.flaw {
             Flaw::BelievesTooLong => Validity::new(sent, claim.ttl * 100),
-            Flaw::NeverExpires | Flaw::RenewsNothing => Validity::new(sent, claim.ttl),
+            Flaw::NeverExpires | Flaw::KeepsForEver | Flaw::RenewsNothing => {
+                Validity::new(sent, claim.ttl)
+            }
             Flaw::EndsAllOnRelease => client.session.child(),
             _ => inner.validity().clone(),
         };
@@ -312,7 +375,9 @@ impl Hold for FlawedHold {
         let sent = Moment::now();
         match self.client.flaw {
             Flaw::RenewsNothing => {}
-            Flaw::BelievesTooLong | Flaw::NeverExpires => self.inner().renew().await?,
+            Flaw::BelievesTooLong | Flaw::NeverExpires | Flaw::KeepsForEver => {
+                self.inner().renew().await?;
+            }
             _ => return self.inner().renew().await,
         }
         let factor = if self.client.flaw == Flaw::BelievesTooLong {
@@ -326,9 +391,9 @@ impl Hold for FlawedHold {
 
     async fn release(&mut self) -> Result<()> {
         match self.client.flaw {
-            Flaw::ForgetsRelease => Ok(()),
+            Flaw::ForgetsRelease | Flaw::KeepsForEver => Ok(()),
             Flaw::FreesByKey => {
-                let memory = self.client.memory.clone();
+                let memory = self.client.memory().clone();
                 memory.evict(&self.key, None).await.map(drop)
             }
             Flaw::ReleasesOnce => {
@@ -347,7 +412,7 @@ impl Hold for FlawedHold {
                 self.inner().release().await
             }
             Flaw::RenewsByItself => {
-                let memory = self.client.memory.clone();
+                let memory = self.client.memory().clone();
                 memory.evict(&self.key, None).await.map(drop)
             }
             Flaw::WakesAll => {

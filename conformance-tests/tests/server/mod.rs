@@ -43,8 +43,10 @@ pub(crate) enum Flaw {
     KeepsOrphans,
     /// The server does not look whether a waiter lives.
     ServesTheDead,
-    /// The client takes a failed renewal for the end.
+    /// The client takes a renewal that failed, or is not answered at once, for the end.
     EndsAtFirstError,
+    /// The client goes on believing whatever the answer to a renewal is.
+    RenewsBlindly,
     /// The client believes a hundred times as long as it was promised.
     BelievesTooLong,
     /// The server does not look whether the client got the answer, and the client counts from the
@@ -54,22 +56,29 @@ pub(crate) enum Flaw {
     NeverReconnects,
     /// The client waits for its wake-up for ever.
     TrustsTheWire,
+    /// The client does not hear that its turn has come, once it waits.
+    MissesWakeUps,
     /// The client shows the same token for all grants.
     ConstantToken,
+    /// The server is said to keep its data and does not.
+    ForgetsTokens,
 }
 
 impl Flaw {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 13] = [
         Self::None,
         Self::NeverExpires,
         Self::KeepsOrphans,
         Self::ServesTheDead,
         Self::EndsAtFirstError,
+        Self::RenewsBlindly,
         Self::BelievesTooLong,
         Self::BelievesLateGrants,
         Self::NeverReconnects,
         Self::TrustsTheWire,
+        Self::MissesWakeUps,
         Self::ConstantToken,
+        Self::ForgetsTokens,
     ];
 
     fn named(name: &str) -> Self {
@@ -102,7 +111,7 @@ impl Harness for Served {
         Ok(Store::new(format!("{server}/{flaw:?}"))
             .with_processes()
             .with_servers([server])
-            .with_control(Arc::new(Running(process))))
+            .with_control(Arc::new(Running(process, flaw))))
     }
 
     async fn connect(&self, address: &str) -> Result<Box<dyn Backend>> {
@@ -115,7 +124,7 @@ impl Harness for Served {
     }
 }
 
-struct Running(Process);
+struct Running(Process, Flaw);
 
 #[async_trait]
 impl Control for Running {
@@ -129,6 +138,10 @@ impl Control for Running {
 
     async fn restart(&self) -> anyhow::Result<()> {
         self.0.restart().await
+    }
+
+    fn keeps_data(&self) -> bool {
+        self.1 == Flaw::ForgetsTokens
     }
 }
 
@@ -208,7 +221,10 @@ impl Server {
                 biased;
                 hold = granted.as_mut() => break hold,
                 () = sleep(pause) => {
-                    line.write("waiting").await?;
+                    let written = line.write("waiting").await;
+                    if self.flaw != Flaw::ServesTheDead {
+                        written?;
+                    }
                     pause = claim.ttl / 6;
                 }
                 // The client has gone; nothing else is sent meanwhile.
@@ -229,7 +245,11 @@ impl Server {
         let granted = format!("granted {}", hold.token());
         let answer = async {
             line.write(&granted).await?;
-            line.read().await
+            let mine = line.read().await;
+            if mine.is_err() && self.flaw == Flaw::ServesTheDead {
+                sleep(patience).await;
+            }
+            mine
         };
         let mine = timeout(patience, answer).await;
         let careless = matches!(self.flaw, Flaw::KeepsOrphans | Flaw::BelievesLateGrants);
@@ -381,6 +401,9 @@ impl Client {
             };
             let answer = timeout(silence, line.read()).await??;
             match answer.split_once(' ') {
+                Some(("granted", _)) if *queued && self.flaw == Flaw::MissesWakeUps => {
+                    std::future::pending::<()>().await;
+                }
                 Some(("granted", token)) => break token.parse().map_err(io::Error::other)?,
                 _ if answer == "waiting" => *queued = true,
                 _ if answer == "busy" => return Ok(Claimed::Busy),
@@ -473,8 +496,19 @@ impl Hold for Remote {
 
     async fn renew(&mut self) -> Result<()> {
         let sent = Moment::now();
-        let renewed = self.ask("renew").await;
+        let patience = match self.client.flaw {
+            Flaw::EndsAtFirstError => self.ttl / 12,
+            _ => LIMIT,
+        };
+        let renewed = timeout(patience, self.ask("renew")).await;
+        let renewed = renewed.unwrap_or_else(|late| {
+            Err(Error::with_source(ErrorKind::Unavailable, "too slow", late))
+        });
         match &renewed {
+            _ if self.client.flaw == Flaw::RenewsBlindly => {
+                self.validity.extend(sent, self.ttl);
+                return Ok(());
+            }
             Ok(()) => drop(self.validity.extend(sent, self.ttl)),
             Err(error) if error.kind() == ErrorKind::Lost => self.validity.end(),
             Err(_) if self.client.flaw == Flaw::EndsAtFirstError => self.validity.end(),

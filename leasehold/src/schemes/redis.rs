@@ -5,7 +5,7 @@ use super::{Address, Opening};
 pub(super) const PLAIN: Scheme = Scheme {
     name: "redis",
     form: "redis://host",
-    options: &["prefix", "connect_timeout"],
+    options: &["prefix", "connect_timeout", "replicas"],
     feature: "redis",
     #[cfg(feature = "redis")]
     open: Some(open),
@@ -19,6 +19,36 @@ pub(super) const TLS: Scheme = Scheme {
     options: &[
         "prefix",
         "connect_timeout",
+        "replicas",
+        "certificate_authority",
+        "client_certificate",
+        "client_key",
+    ],
+    ..PLAIN
+};
+
+pub(super) const SENTINEL: Scheme = Scheme {
+    name: "redis+sentinel",
+    form: "redis+sentinel://host,host/master",
+    options: &[
+        "prefix",
+        "connect_timeout",
+        "replicas",
+        "sentinel_username",
+        "sentinel_password",
+    ],
+    ..PLAIN
+};
+
+pub(super) const SENTINEL_TLS: Scheme = Scheme {
+    name: "rediss+sentinel",
+    form: "rediss+sentinel://host,host/master",
+    options: &[
+        "prefix",
+        "connect_timeout",
+        "replicas",
+        "sentinel_username",
+        "sentinel_password",
         "certificate_authority",
         "client_certificate",
         "client_key",
@@ -63,6 +93,17 @@ mod opening {
         }
         if let Some(timeout) = address.setting("connect_timeout") {
             options = options.with_connect_timeout(timeout.limit()?);
+        }
+        if let Some(replicas) = address.setting("replicas") {
+            let number = replicas.text().parse();
+            let number = number.map_err(|_| replicas.wrong("is no number of replicas, as in 1"))?;
+            options = options.with_replicas(number);
+        }
+        if let Some(username) = address.setting("sentinel_username") {
+            options = options.with_sentinel_username(username.text());
+        }
+        if let Some(password) = address.setting("sentinel_password") {
+            options = options.with_sentinel_password(password.text());
         }
         if let Some(authority) = address.setting("certificate_authority") {
             options = options.with_certificate_authority(read(authority)?);

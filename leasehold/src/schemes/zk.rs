@@ -2,7 +2,7 @@ use super::Scheme;
 #[cfg(feature = "zk")]
 use super::{Address, Opening};
 
-pub(super) const SCHEME: Scheme = Scheme {
+pub(super) const PLAIN: Scheme = Scheme {
     name: "zk",
     form: "zk://host,host",
     options: &["prefix", "connect_timeout", "creator_only"],
@@ -13,12 +13,42 @@ pub(super) const SCHEME: Scheme = Scheme {
     open: None,
 };
 
-/// The names are those of `ZooKeeperOptions`, and the values too.
+/// Without the feature `zk-tls` it is the store that says so.
+pub(super) const TLS: Scheme = Scheme {
+    name: "zks",
+    form: "zks://host,host",
+    options: &[
+        "prefix",
+        "connect_timeout",
+        "creator_only",
+        "certificate_authority",
+        "client_certificate",
+        "client_key",
+    ],
+    feature: "zk-tls",
+    ..PLAIN
+};
+
 #[cfg(feature = "zk")]
 fn open(address: Address) -> Opening {
-    use leasehold_zk::{ZooKeeper, ZooKeeperOptions};
-
     Box::pin(async move {
+        let options = opening::options(&address)?;
+        let zookeeper = leasehold_zk::ZooKeeper::connect_with(options).await?;
+        Ok(leasehold_core::Locks::new(zookeeper))
+    })
+}
+
+#[cfg(feature = "zk")]
+mod opening {
+    use leasehold_core::Result;
+    use leasehold_zk::ZooKeeperOptions;
+
+    use crate::schemes::Address;
+    use crate::setting::{Setting, invalid};
+
+    /// The names are those of [`ZooKeeperOptions`], and the values too, but that certificates are
+    /// files.
+    pub(super) fn options(address: &Address) -> Result<ZooKeeperOptions> {
         let mut options = ZooKeeperOptions::new(&address.text)?;
         if let Some(prefix) = address.setting("prefix") {
             options = options.with_prefix(prefix.text());
@@ -33,7 +63,26 @@ fn open(address: Address) -> Opening {
                 _ => return Err(only.wrong("is neither true nor false")),
             });
         }
-        let zookeeper = ZooKeeper::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(zookeeper))
-    })
+        if let Some(authority) = address.setting("certificate_authority") {
+            options = options.with_certificate_authority(read(authority)?);
+        }
+        match (
+            address.setting("client_certificate"),
+            address.setting("client_key"),
+        ) {
+            (None, None) => Ok(options),
+            (Some(certificate), Some(key)) => {
+                Ok(options.with_client_certificate(read(certificate)?, read(key)?))
+            }
+            _ => Err(invalid(
+                "a client shows its certificate with its key: give both client_certificate and \
+                 client_key",
+            )),
+        }
+    }
+
+    fn read(file: &Setting) -> Result<Vec<u8>> {
+        std::fs::read(file.text())
+            .map_err(|error| file.wrong(&format!("names a file that cannot be read: {error}")))
+    }
 }
