@@ -2,7 +2,11 @@
 
 CARGO ?= cargo
 
-.PHONY: demo test verify fix
+# What `make test` runs, and how its servers are started: it installs programs.
+SERVERS ?= programs
+TESTS ?= --workspace
+
+.PHONY: demo test test-containers test-image images example fresh verify fix
 
 ## Several processes want one lock: one at a time, tokens rising.
 demo: toolchain
@@ -12,7 +16,31 @@ demo: toolchain
 ## All tests, on real servers.
 test: toolchain
 	scripts/install-servers
-	$(CARGO) test --workspace --all-features
+	LEASEHOLD_SERVERS=$(SERVERS) $(CARGO) test $(TESTS) --all-features
+
+## The suite once more, on servers in containers. LEASEHOLD_REDIS_IMAGE and so on name other images.
+test-containers: toolchain
+	LEASEHOLD_SERVERS=containers $(CARGO) test --workspace --all-features --no-fail-fast \
+	--test conformance --test containers
+
+## The suite of one store on one image of conformance-tests/images.txt: STORE=redis IMAGE=redis:7.0
+test-image: toolchain
+	LEASEHOLD_SERVERS=containers LEASEHOLD_REQUIRE=$(STORE) \
+	LEASEHOLD_$(shell echo $(STORE) | tr a-z A-Z)_IMAGE=$(IMAGE) \
+	$(CARGO) test --package leasehold-$(patsubst zookeeper,zk,$(STORE)) \
+	--features leasehold-conformance/containers --test conformance
+
+## Stand-ins from Debian's packages for the images that the tests start; IMAGES=--all for all there can be.
+images:
+	scripts/build-images $(IMAGES)
+
+## A backend of somebody else's, through the suite.
+example: toolchain
+	cd examples/sqlite && $(CARGO) test --locked
+
+## The two commands of the README on a machine that has only Debian, a C compiler and Rust.
+fresh:
+	scripts/fresh
 
 ## Changes nothing: format, lints, each feature alone, documentation; licences and bans where cargo-deny is installed.
 verify: toolchain
