@@ -5,8 +5,10 @@ CARGO ?= cargo
 # What `make test` runs, and how its servers are started: it installs programs.
 SERVERS ?= programs
 TESTS ?= --workspace
+FEATURES ?= none file redis etcd zk postgres
 
-.PHONY: demo test test-containers test-image images example fresh verify fix
+.PHONY: demo test test-containers test-image images example fresh
+.PHONY: verify lint check-features docs minimum-rust fix
 
 ## Several processes want one lock: one at a time, tokens rising.
 demo: toolchain
@@ -43,16 +45,29 @@ fresh:
 	scripts/fresh
 
 ## Changes nothing: format, lints, each feature alone, documentation; licences and bans where cargo-deny is installed.
-verify: toolchain
-	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
-	@for features in "" file redis etcd zk postgres; do \
-	echo "leasehold with the features: $${features:-none}"; \
-	$(CARGO) check --quiet --locked --package leasehold --no-default-features --features "$$features" || exit 1; \
-	done
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --all-features --no-deps --locked
+verify: lint check-features docs
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "cargo-deny is not installed: licences and bans were not checked"; fi
+
+lint: toolchain
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
+
+## Each feature of the crate that users import, alone; FEATURES="redis" for one of them.
+check-features: toolchain
+	@for features in $(FEATURES); do \
+	echo "leasehold with the features: $$features"; \
+	$(CARGO) check --quiet --locked --package leasehold --no-default-features \
+	--features "$$(echo $$features | sed s/^none$$//)" || exit 1; \
+	done
+
+docs: toolchain
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --all-features --no-deps --locked
+
+## What the oldest Rust must still build: all but PostgreSQL, whose client needs 1.94.
+minimum-rust: toolchain
+	$(CARGO) check --locked --package leasehold-core --package leasehold-conformance
+	$(CARGO) check --locked --package leasehold --no-default-features --features file,redis,etcd,zk
 
 ## Formats, and mends what the lints can mend.
 fix: toolchain
