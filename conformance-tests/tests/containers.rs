@@ -102,12 +102,18 @@ fn the_next_sweeps() -> Result<Completion, Failed> {
     let mut past = Command::new("true").spawn()?;
     past.wait()?;
     let create = |pid: u32, started: &str| {
-        let label = format!("{LABEL}={} {} {pid} {started}", boot.trim(), space.display());
+        let label = format!(
+            "{LABEL}={} {} {pid} {started}",
+            boot.trim(),
+            space.display()
+        );
         docker(&["create", "--label", &label, image, "true"])
     };
     let left = create(past.id(), "1")?;
     let own = std::fs::read_to_string("/proc/self/stat")?;
-    let started = own.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(19));
+    let started = own
+        .rsplit_once(") ")
+        .and_then(|(_, rest)| rest.split(' ').nth(19));
     let kept = create(std::process::id(), started.ok_or("no time of the start")?)?;
 
     let mut child = start("return")?;

@@ -213,7 +213,15 @@ fn insert(db: &mut Connection, claim: &Claim) -> rusqlite::Result<Option<u64>> {
     let until = now() + nanoseconds(claim.ttl);
     write.execute(
         "INSERT OR REPLACE INTO locks VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
-        params![claim.key.as_str(), id, owner, claim.label.as_deref(), token, boot(), until],
+        params![
+            claim.key.as_str(),
+            id,
+            owner,
+            claim.label.as_deref(),
+            token,
+            boot(),
+            until
+        ],
     )?;
     write.commit()?;
     Ok(Some(token))
@@ -221,7 +229,8 @@ fn insert(db: &mut Connection, claim: &Claim) -> rusqlite::Result<Option<u64>> {
 
 fn is_held(db: &Transaction<'_>, key: &Key) -> rusqlite::Result<bool> {
     let sql = "SELECT 1 FROM locks WHERE key = ?1 AND boot = ?2 AND until > ?3";
-    db.prepare_cached(sql)?.exists(params![key.as_str(), boot(), now()])
+    db.prepare_cached(sql)?
+        .exists(params![key.as_str(), boot(), now()])
 }
 
 /// How many rows there were of this very claim, its time not up.
