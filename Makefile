@@ -38,7 +38,7 @@ images:
 
 ## A backend of somebody else's, through the suite.
 example: toolchain
-	cd examples/sqlite && $(CARGO) test --locked
+	cd examples/sqlite && $(CARGO) fmt --check && $(CARGO) test --locked
 
 ## The two commands of the README on a machine that has only Debian, a C compiler and Rust.
 fresh:

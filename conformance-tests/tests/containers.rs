@@ -40,6 +40,10 @@ fn main() -> ExitCode {
         "what a process left behind that is gone is removed by the next",
         the_next_sweeps,
     ));
+    tests.push(Trial::test(
+        "a way of starting servers that does not exist is refused",
+        an_unknown_way_is_refused,
+    ));
     libtest_mimic::run(&Arguments::from_args(), tests).exit_code()
 }
 
@@ -50,7 +54,7 @@ fn start_and_end(end: &str) {
     match &found {
         Ok(_) => println!("started"),
         Err(missing) => {
-            println!("{missing}");
+            println!("{missing}, required: {}", missing.is_required());
             return;
         }
     }
@@ -66,7 +70,7 @@ fn nothing_is_left(end: &str, signal: Option<&str>) -> Result<Completion, Failed
     if let Some(reason) = unavailable() {
         return reason;
     }
-    let mut child = start(end)?;
+    let mut child = start(end, "containers")?;
     let mut said = String::new();
     let output = child.stdout.take().ok_or("no output")?;
     BufReader::new(output).read_line(&mut said)?;
@@ -116,7 +120,7 @@ fn the_next_sweeps() -> Result<Completion, Failed> {
         .and_then(|(_, rest)| rest.split(' ').nth(19));
     let kept = create(std::process::id(), started.ok_or("no time of the start")?)?;
 
-    let mut child = start("return")?;
+    let mut child = start("return", "containers")?;
     child.wait()?;
     let all = docker(&["ps", "--all", "--quiet", "--no-trunc"]);
     docker(&["rm", "--force", &kept])?;
@@ -129,6 +133,15 @@ fn the_next_sweeps() -> Result<Completion, Failed> {
         return Err("that of a living process was removed too".into());
     }
     Ok(Completion::Completed)
+}
+
+fn an_unknown_way_is_refused() -> Result<(), Failed> {
+    let output = start("return", "magic")?.wait_with_output()?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    match said.contains("say containers or programs") && said.contains("required: true") {
+        true => Ok(()),
+        false => Err(said.into()),
+    }
 }
 
 /// Why there can be no containers here, unless it is known only when one is started.
@@ -150,10 +163,10 @@ fn ignored_unless_required(reason: &str) -> Result<Completion, Failed> {
     }
 }
 
-fn start(end: &str) -> std::io::Result<Child> {
+fn start(end: &str, servers: &str) -> std::io::Result<Child> {
     Command::new(std::env::current_exe()?)
         .env(END, end)
-        .env(SERVERS, "containers")
+        .env(SERVERS, servers)
         .env_remove(Redis::URL)
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
