@@ -48,12 +48,12 @@ fn every_rule_has_checks_of_different_names() {
 
 #[test]
 fn the_page_shows_the_example_that_is_run() {
-    let example = include_str!("third_party/main.rs");
+    let example = include_str!("../../examples/sqlite/tests/conformance.rs");
     let (_title, example) = example.split_once("\n\n").expect("a title");
     let page = include_str!("../README.md");
     assert!(
         page.contains(example),
-        "tests/third_party/main.rs is not on the page"
+        "examples/sqlite/tests/conformance.rs is not on the page"
     );
 }
 
