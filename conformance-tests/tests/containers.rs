@@ -1,4 +1,8 @@
 //! Containers are removed at the end, whatever the end is.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "it looks again after a pause, up to a limit"
+)]
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, ExitCode, Stdio};
