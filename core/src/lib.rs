@@ -5,12 +5,14 @@
 
 mod backend;
 mod error;
+mod examination;
 mod guard;
 mod keeper;
 mod kept;
 mod key;
 mod locks;
 mod memory;
+mod needs;
 mod owner;
 mod validity;
 
@@ -19,9 +21,11 @@ pub use backend::{
     Tokens, Wakeup,
 };
 pub use error::{Error, ErrorKind, Result};
+pub use examination::{Examination, Examined, Finding, Severity};
 pub use guard::{Guard, Guards};
 pub use key::Key;
 pub use locks::Locks;
 pub use memory::Memory;
+pub use needs::{Need, Reason};
 pub use owner::Owner;
 pub use validity::{Moment, Validity};
