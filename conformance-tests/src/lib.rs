@@ -6,6 +6,7 @@ mod faulty;
 pub mod fixtures;
 mod harness;
 mod history;
+mod promise;
 mod proxy;
 mod rule;
 mod rules;
@@ -13,6 +14,7 @@ mod runner;
 mod steps;
 
 pub use harness::{Control, Harness, Store};
+pub use promise::{Promise, promised_fields, promises};
 pub use proxy::{Flow, Proxy};
 pub use rule::{Check, Need, Rule};
 pub use rules::RULES;
