@@ -183,7 +183,7 @@ pub(crate) struct ChooseArgs {
     #[arg(long)]
     pub(crate) consensus: bool,
 
-    /// Tokens rise although a server crashed or lost its data
+    /// Tokens rise although a server crashed
     #[arg(long)]
     pub(crate) durable_tokens: bool,
 

@@ -271,7 +271,7 @@ impl Locks {
     /// # use leasehold_core::{Locks, Memory, Need};
     /// let locks = Locks::new(Memory::new());
     /// locks.require([Need::Order, Need::Push])?;
-    /// # leasehold_core::Result::Ok(())
+    /// # Ok::<(), leasehold_core::Error>(())
     /// ```
     ///
     /// # Errors

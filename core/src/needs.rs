@@ -16,7 +16,7 @@ use crate::{Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Result,
 ///
 /// let error = locks.require([Need::Order, Need::NodeLoss]).unwrap_err();
 /// assert!(error.to_string().contains("survives the loss of a node"));
-/// # leasehold_core::Result::Ok(())
+/// # Ok::<(), leasehold_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -26,7 +26,7 @@ pub enum Need {
     NodeLoss,
     /// A consensus protocol decides who holds, not clocks. ([`consistency`](Guarantees::consistency))
     Consensus,
-    /// Tokens rise although a server crashed or lost its data. ([`tokens`](Guarantees::tokens))
+    /// Tokens rise although a server crashed. ([`tokens`](Guarantees::tokens))
     DurableTokens,
     /// First come, first served. ([`fairness`](Guarantees::fairness))
     Order,
@@ -135,7 +135,7 @@ impl fmt::Display for Need {
         let name = match self {
             Self::NodeLoss => "survives the loss of a node",
             Self::Consensus => "consensus",
-            Self::DurableTokens => "tokens outlive data loss",
+            Self::DurableTokens => "tokens outlive a crash",
             Self::Order => "order",
             Self::Expiry => "a hung holder is thrown out",
             Self::Push => "wake-up by push",

@@ -46,7 +46,7 @@ async fn what_each_lacks_is_said() {
     let said = error.to_string();
     let expected = format!(
         "no store does what is needed: {} lacks order (waiters are served in no order); \
-         memory: lacks tokens outlive data loss (tokens may fall when the store loses its data)",
+         memory: lacks tokens outlive a crash (tokens may fall when the store loses its data)",
         folder.url()
     );
     assert_eq!(said, expected);
