@@ -145,8 +145,8 @@ impl Client {
         }
     }
 
-    /// Sends one request. All acquires, renewals and releases go through here: requests that meet
-    /// could travel together from here on.
+    /// Sends one request. All acquires, renewals and releases go through here; those that meet travel
+    /// together.
     ///
     /// It is on its way after the first poll, in order with all others on this connection.
     ///
@@ -157,12 +157,12 @@ impl Client {
         connection: &Arc<Connection>,
         request: Request<'_>,
     ) -> Result<Answer> {
-        let (script, cmd) = request.command(Sender {
+        let sender = Sender {
             inbox: self.id,
             floor: self.floor(connection),
             server_now: connection.server_now(),
-        });
-        let value = match connection.call(script, &cmd).await {
+        };
+        let value = match connection.request(&request, sender).await {
             Ok(value) => value,
             // Somebody has put other data in the place of our lock.
             Err(e) if error::is_wrong_type(&e) && !matches!(request, Request::Acquire { .. }) => {

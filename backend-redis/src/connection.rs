@@ -1,17 +1,21 @@
+use std::pin::pin;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
+use std::task::{Context, Waker};
 
-use leasehold_core::{Error, ErrorKind, Moment, Result};
+use leasehold_core::{Batch, Error, ErrorKind, Gather, Moment, Result, Way};
 use redis::aio::MultiplexedConnection;
 use redis::{
-    AsyncConnectionConfig, Cmd, PushInfo, PushKind, RedisError, RedisResult, Script, Value,
+    AsyncConnectionConfig, Cmd, PushInfo, PushKind, RedisError, RedisResult, Script,
+    ServerErrorKind, Value,
 };
 use tokio::runtime::Handle;
 use tracing::warn;
 
 use crate::client::Client;
 use crate::error;
-use crate::script;
+use crate::request::{Request, Sender, Together};
+use crate::script::{self, TOGETHER};
 
 /// One connection to the server: requests go out and are answered in order, messages come in between.
 ///
@@ -29,7 +33,14 @@ pub(crate) struct Connection {
     opened: Moment,
     redis: MultiplexedConnection,
     client: Weak<Client>,
+    gather: Gather<Together, RedisResult<Value>>,
 }
+
+/// How many requests are under way before calls collect: while the server works on one, the next is on
+/// its way.
+const REQUESTS: usize = 2;
+/// How many calls travel as one request: the server does nothing else meanwhile.
+const TOGETHER_AT_MOST: usize = 128;
 
 impl Connection {
     /// Connects and signs in, loads the scripts and opens the inbox.
@@ -42,6 +53,28 @@ impl Connection {
         match tokio::time::timeout(client.connect_timeout, opening).await {
             Ok(opened) => opened,
             Err(_elapsed) => Err(error::silent(&client.address, client.connect_timeout)),
+        }
+    }
+
+    /// Sends a request, by itself or with others; `sender` says what it tells about the client.
+    ///
+    /// It is on its way after the first poll, in order with all others that go through here.
+    pub(crate) async fn request(
+        self: &Arc<Self>,
+        request: &Request<'_>,
+        sender: Sender,
+    ) -> RedisResult<Value> {
+        match self.gather.enter(|| request.together(sender)) {
+            Way::Alone(_pass) => {
+                let (script, cmd) = request.command(sender);
+                self.call(script, &cmd).await
+            }
+            Way::Together(answer) => {
+                let mut unanswered = Unanswered(Some(self));
+                let answer = answer.await;
+                unanswered.0 = None;
+                answer.unwrap_or_else(|| Err(ended()))
+            }
         }
     }
 
@@ -156,16 +189,74 @@ impl Connection {
         let inbox = client.names.inbox(client.id);
         let subscribed = redis.subscribe(inbox).await;
         subscribed.map_err(|e| client.refused(&e, "+subscribe"))?;
-        Ok(Arc::new(Self {
-            number,
-            runtime,
-            suspected: AtomicBool::new(false),
-            server_clock: seconds * 1_000_000 + micros,
-            opened: before,
-            redis,
-            client: Arc::downgrade(client),
+        Ok(Arc::new_cyclic(|connection: &Weak<Self>| {
+            let connection = connection.clone();
+            Self {
+                number,
+                runtime,
+                suspected: AtomicBool::new(false),
+                server_clock: seconds * 1_000_000 + micros,
+                opened: before,
+                redis,
+                client: Arc::downgrade(client),
+                gather: Gather::new(REQUESTS, TOGETHER_AT_MOST, move |batch| {
+                    if let Some(connection) = connection.upgrade() {
+                        connection.hand_on(batch);
+                    }
+                }),
+            }
         }))
     }
+
+    /// Sends what has collected: the request is on its way when this returns, a task sees to the answers.
+    fn hand_on(self: Arc<Self>, batch: Batch<Together, RedisResult<Value>>) {
+        let runtime = self.runtime.clone();
+        let mut carried = Box::pin(self.carry(batch));
+        if !std::thread::panicking() {
+            let _runtime = runtime.enter();
+            // Unconstrained: a task that has used up its budget would see it pending unsent.
+            let once = pin!(tokio::task::unconstrained(carried.as_mut()));
+            if once
+                .poll(&mut Context::from_waker(Waker::noop()))
+                .is_ready()
+            {
+                return;
+            }
+        }
+        drop(runtime.spawn(carried));
+    }
+
+    async fn carry(self: Arc<Self>, batch: Batch<Together, RedisResult<Value>>) {
+        let Batch { calls, replies } = batch;
+        let floor = self
+            .client
+            .upgrade()
+            .map_or(0, |client| client.floor(&self));
+        let cmd = Together::command(&calls, floor);
+        match self.call(&TOGETHER, &cmd).await {
+            Ok(value) => match Together::answers(value) {
+                Some(answers) => replies.answer(answers),
+                None => replies.answer_all(Ok(Value::Nil)),
+            },
+            // Refused as a whole, before anything was done: a right that one of them lacks is none of the
+            // others' business.
+            Err(e) if e.kind() == redis::ErrorKind::Server(ServerErrorKind::NoPerm) => {
+                let mut answers = Vec::with_capacity(calls.len());
+                for call in &calls {
+                    let cmd = Together::command(std::slice::from_ref(call), floor);
+                    let answer = self.call(&TOGETHER, &cmd).await;
+                    answers.push(answer.and_then(Together::only_answer));
+                }
+                replies.answer(answers);
+            }
+            Err(e) => replies.answer_all(Err(e)),
+        }
+    }
+}
+
+/// What carried the call is gone: the runtime of the connection has ended.
+fn ended() -> RedisError {
+    std::io::Error::from(std::io::ErrorKind::BrokenPipe).into()
 }
 
 pub(crate) fn no_runtime() -> Error {

@@ -1,11 +1,12 @@
+use std::fmt::{self, Write as _};
 use std::time::Duration;
 
 use leasehold_core::{Claim, Token};
-use redis::{Cmd, Script, Value};
+use redis::{Cmd, RedisResult, Script, Value, make_extension_error};
 use uuid::Uuid;
 
 use crate::names::LockKeys;
-use crate::script::{self, ACQUIRE, RELEASE, RENEW};
+use crate::script::{self, ACQUIRE, RELEASE, RENEW, TOGETHER};
 use crate::value;
 
 /// What may be asked about a claim: all that goes through [`Client::request`](crate::client::Client::request).
@@ -45,6 +46,16 @@ pub(crate) enum Place {
     Ticket(u64),
 }
 
+/// A request in the form in which it travels with others.
+#[derive(Debug)]
+pub(crate) struct Together {
+    keys: LockKeys,
+    name: &'static str,
+    /// The arguments, one behind the other, and where each ends: a call costs one allocation.
+    text: String,
+    ends: [usize; 4],
+}
+
 /// What the server said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
@@ -71,6 +82,49 @@ pub(crate) struct Sender {
 }
 
 impl Request<'_> {
+    /// The call as it travels with others.
+    pub(crate) fn together(&self, sender: Sender) -> Together {
+        let mut call = Together {
+            keys: self.keys().clone(),
+            name: match self {
+                Self::Acquire { .. } => "acquire",
+                Self::Release { .. } => "release",
+                Self::Renew { .. } => "renew",
+            },
+            text: String::with_capacity(256),
+            ends: [0; 4],
+        };
+        match self {
+            Self::Acquire { claim, place, .. } => {
+                call.argument(0, |text| value::write_mine(text, claim.id));
+                call.argument(1, |text| write!(text, "{}", millis(claim.ttl)));
+                call.argument(2, |text| {
+                    value::write_rest(text, claim, sender.server_now, sender.inbox)
+                });
+                call.argument(3, |text| write!(text, "{place}"));
+            }
+            Self::Release { claim, place, .. } => {
+                call.argument(0, |text| value::write_mine(text, *claim));
+                call.argument(1, |text| write!(text, "{place}"));
+            }
+            Self::Renew {
+                claim, token, ttl, ..
+            } => {
+                call.argument(0, |text| value::write_grant(text, *claim, *token));
+                call.argument(1, |text| write!(text, "{}", millis(*ttl)));
+            }
+        }
+        call
+    }
+
+    fn keys(&self) -> &LockKeys {
+        match self {
+            Self::Acquire { keys, .. } | Self::Release { keys, .. } | Self::Renew { keys, .. } => {
+                keys
+            }
+        }
+    }
+
     /// The script and its call.
     pub(crate) fn command(&self, sender: Sender) -> (&'static Script, Cmd) {
         match self {
@@ -101,6 +155,61 @@ impl Request<'_> {
     }
 }
 
+impl Together {
+    fn argument(&mut self, number: usize, write: impl FnOnce(&mut String) -> fmt::Result) {
+        // A string takes all that is written.
+        write(&mut self.text).ok();
+        self.ends[number] = self.text.len();
+    }
+
+    /// One call for all of `calls`; `floor` as in [`Sender`].
+    pub(crate) fn command(calls: &[Self], floor: u64) -> Cmd {
+        let mut cmd = Cmd::with_capacity(5 + 7 * calls.len(), 64 + 320 * calls.len());
+        cmd.arg("EVALSHA")
+            .arg(TOGETHER.get_hash())
+            .arg(1 + 2 * calls.len());
+        if let Some(first) = calls.first() {
+            cmd.arg(&*first.keys.token);
+        }
+        for call in calls {
+            cmd.arg(&*call.keys.lock).arg(&*call.keys.queue);
+        }
+        cmd.arg(floor);
+        for call in calls {
+            cmd.arg(call.name);
+            let mut from = 0;
+            for end in call.ends {
+                let end = end.max(from);
+                cmd.arg(&call.text[from..end]);
+                from = end;
+            }
+        }
+        cmd
+    }
+
+    /// The answers to such a call; `None` if it is nothing that the script returns.
+    pub(crate) fn answers(value: Value) -> Option<Vec<RedisResult<Value>>> {
+        let Value::Array(answers) = value else {
+            return None;
+        };
+        let one = |answer| match answer {
+            Value::BulkString(text) => {
+                let text = String::from_utf8_lossy(&text).into_owned();
+                Err(make_extension_error(text, None))
+            }
+            answer => Ok(answer),
+        };
+        Some(answers.into_iter().map(one).collect())
+    }
+
+    /// The answer to a call that went out for one alone.
+    pub(crate) fn only_answer(value: Value) -> RedisResult<Value> {
+        Self::answers(value)
+            .and_then(|mut answers| answers.pop())
+            .unwrap_or(Ok(Value::Nil))
+    }
+}
+
 impl Answer {
     /// Reads what a script returned; `None` if it is nothing that they return.
     pub(crate) fn read(value: &Value) -> Option<Self> {
@@ -123,15 +232,23 @@ impl Answer {
 }
 
 impl Place {
-    /// As the scripts read it.
     fn write(self, mut cmd: Cmd) -> Cmd {
-        match self {
-            Self::Try => cmd.arg("try"),
-            Self::None => &mut cmd,
-            Self::Unknown => cmd.arg("?"),
-            Self::Ticket(ticket) => cmd.arg(ticket),
-        };
+        if self != Self::None {
+            cmd.arg(self.to_string());
+        }
         cmd
+    }
+}
+
+/// As the scripts read it.
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Try => f.write_str("try"),
+            Self::None => Ok(()),
+            Self::Unknown => f.write_str("?"),
+            Self::Ticket(ticket) => ticket.fmt(f),
+        }
     }
 }
 

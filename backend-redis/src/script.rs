@@ -15,13 +15,27 @@ pub(crate) static ACQUIRE: LazyLock<Script> =
 pub(crate) static RELEASE: LazyLock<Script> =
     script!("release_free.lua", "hand_over.lua", "release.lua");
 pub(crate) static RENEW: LazyLock<Script> = script!("renew.lua");
+/// Many of the three above in one call.
+pub(crate) static TOGETHER: LazyLock<Script> = script!(
+    "together_acquire.lua",
+    "acquire_free.lua",
+    "hand_over.lua",
+    "acquire.lua",
+    "together_release.lua",
+    "release_free.lua",
+    "hand_over.lua",
+    "release.lua",
+    "together_renew.lua",
+    "renew.lua",
+    "together.lua"
+);
 pub(crate) static HOLDER: LazyLock<Script> = script!("holder.lua");
 pub(crate) static EVICT: LazyLock<Script> = script!("hand_over.lua", "evict.lua");
 pub(crate) static PROBE: LazyLock<Script> = script!("hand_over.lua", "probe.lua");
 
 /// Those that are loaded as soon as a connection stands.
-pub(crate) fn all() -> [&'static Script; 5] {
-    [&ACQUIRE, &RELEASE, &RENEW, &HOLDER, &EVICT]
+pub(crate) fn all() -> [&'static Script; 6] {
+    [&ACQUIRE, &RELEASE, &RENEW, &TOGETHER, &HOLDER, &EVICT]
 }
 
 /// A call of `script`, to be followed by the keys and then the other arguments.

@@ -1,3 +1,4 @@
+use std::fmt::{self, Write as _};
 use std::time::{Duration, SystemTime};
 
 use leasehold_core::{Claim, Holder, OwnerId, Token};
@@ -9,20 +10,47 @@ const FORMAT: &str = "leasehold:1 ";
 
 /// The value of a lock in front of the token.
 pub(crate) fn mine(claim: Uuid) -> String {
-    format!("{FORMAT}{claim} ")
+    written(|text| write_mine(text, claim))
 }
 
 /// The value behind the token; `since` is the time of the grant in ms since 1970.
 pub(crate) fn rest(claim: &Claim, since: u64, inbox: Uuid) -> String {
-    let ttl = claim.ttl.as_millis();
-    let owner = one_word(&claim.owner);
-    let label = claim.label.as_deref().unwrap_or_default();
-    format!(" {ttl} {since} {inbox} {owner} {label}")
+    written(|text| write_rest(text, claim, since, inbox))
 }
 
 /// The beginning of the value of the lock that this grant holds.
 pub(crate) fn grant(claim: Uuid, token: Token) -> String {
-    format!("{FORMAT}{claim} {token} ")
+    written(|text| write_grant(text, claim, token))
+}
+
+/// As [`mine`].
+pub(crate) fn write_mine(text: &mut String, claim: Uuid) -> fmt::Result {
+    text.push_str(FORMAT);
+    text.push_str(claim.hyphenated().encode_lower(&mut Uuid::encode_buffer()));
+    text.push(' ');
+    Ok(())
+}
+
+/// As [`rest`].
+pub(crate) fn write_rest(text: &mut String, claim: &Claim, since: u64, inbox: Uuid) -> fmt::Result {
+    write!(text, " {} {since} ", claim.ttl.as_millis())?;
+    text.push_str(inbox.hyphenated().encode_lower(&mut Uuid::encode_buffer()));
+    let owner = one_word(&claim.owner);
+    let label = claim.label.as_deref().unwrap_or_default();
+    write!(text, " {owner} {label}")
+}
+
+/// As [`grant`].
+pub(crate) fn write_grant(text: &mut String, claim: Uuid, token: Token) -> fmt::Result {
+    write_mine(text, claim)?;
+    write!(text, "{token} ")
+}
+
+fn written(write: impl FnOnce(&mut String) -> fmt::Result) -> String {
+    let mut text = String::with_capacity(192);
+    // A string takes all that is written.
+    write(&mut text).ok();
+    text
 }
 
 /// Reads a lock's value: ours, or whatever another program wrote, which is shown as the owner.

@@ -6,6 +6,7 @@
 mod backend;
 mod error;
 mod examination;
+mod gather;
 mod guard;
 mod keeper;
 mod kept;
@@ -22,6 +23,7 @@ pub use backend::{
 };
 pub use error::{Error, ErrorKind, Result};
 pub use examination::{Examination, Examined, Finding, Severity};
+pub use gather::{Answer, Batch, Gather, Pass, Replies, Way};
 pub use guard::{Guard, Guards};
 pub use key::Key;
 pub use locks::Locks;

@@ -1,0 +1,3 @@
+
+end
+local function release(KEYS, ARGV)

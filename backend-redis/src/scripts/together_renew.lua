@@ -1,0 +1,3 @@
+
+end
+local function renew(KEYS, ARGV)

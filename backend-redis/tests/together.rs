@@ -1,0 +1,169 @@
+//! Requests of one client that meet travel as one, and each is answered as if it were alone.
+#![allow(clippy::unwrap_used, reason = "the helpers are parts of tests")]
+
+mod support;
+
+use std::collections::HashSet;
+
+use leasehold_core::{Backend, Claim, ErrorKind, Hold};
+use leasehold_redis::{Redis, RedisOptions};
+use support::*;
+use tokio::task::JoinSet;
+
+/// Acquires that meet: all of them leave before the first is answered.
+async fn together(client: &Redis, claims: impl IntoIterator<Item = Claim>) -> Vec<Granted> {
+    let mut asking = JoinSet::new();
+    for (n, claim) in claims.into_iter().enumerate() {
+        let client = client.clone();
+        asking.spawn(async move { (n, client.acquire(&claim).await) });
+    }
+    let mut answers = within(SOON, "all are answered", asking.join_all()).await;
+    answers.sort_by_key(|(n, _)| *n);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+fn held(answers: Vec<Granted>) -> Vec<Box<dyn Hold>> {
+    answers
+        .into_iter()
+        .map(|answer| answer.unwrap().unwrap())
+        .collect()
+}
+
+#[tokio::test]
+async fn many_locks_are_taken_renewed_and_freed_in_few_requests() {
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let mut raw = raw(&server).await;
+    raw.run("CONFIG RESETSTAT").await;
+
+    let claims = (0..300).map(|n| claim(&format!("k{n}"), LONG));
+    let mut holds = held(together(&client, claims).await);
+    let tokens: HashSet<_> = holds.iter().map(|hold| hold.token()).collect();
+    assert_eq!(tokens.len(), 300);
+
+    let mut renewing = JoinSet::new();
+    for mut hold in holds.drain(..) {
+        renewing.spawn(async move {
+            hold.renew().await.unwrap();
+            hold
+        });
+    }
+    let mut freeing = JoinSet::new();
+    for mut hold in renewing.join_all().await {
+        freeing.spawn(async move { hold.release().await.unwrap() });
+    }
+    freeing.join_all().await;
+
+    // Two go straight, and at most 128 travel as one: of each kind 2 + 3.
+    assert_eq!(raw.script_calls().await, 3 * 5);
+    assert_eq!(raw.get::<usize>("DBSIZE").await, 1, "the counter is left");
+}
+
+#[tokio::test]
+async fn of_claims_for_one_lock_in_one_request_one_is_granted_and_the_others_queue_in_order() {
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let mut asking = Vec::new();
+    for n in 0..50 {
+        asking.push((n, spawn(&client, waiting("a", LONG))));
+    }
+    let mut last = None;
+    for (n, waiter) in asking {
+        let mut hold = served(SOON, waiter).await;
+        assert!(last < Some(hold.token()), "{n} came out of turn");
+        last = Some(hold.token());
+        hold.release().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn tries_for_one_lock_in_one_request_are_told_apart() {
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let answers = together(&client, (0..50).map(|_| claim("a", LONG))).await;
+    let granted = answers.into_iter().filter_map(|answer| answer.unwrap());
+    assert_eq!(granted.count(), 1);
+}
+
+#[tokio::test]
+async fn what_goes_wrong_with_one_lock_leaves_its_neighbours_alone() {
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let mut raw = raw(&server).await;
+    raw.run("RPUSH lock:k7 theirs").await;
+    raw.run("SET lock:k8 theirs").await;
+    raw.run("RPUSH lock:leasehold:queue:k9 theirs").await;
+
+    let claims = (0..20).map(|n| claim(&format!("k{n}"), LONG));
+    for (n, answer) in together(&client, claims).await.into_iter().enumerate() {
+        match n {
+            7 | 9 => assert_eq!(failed(answer).kind(), ErrorKind::Invalid, "{n}"),
+            8 => assert!(answer.unwrap().is_none()),
+            _ => assert!(answer.unwrap().is_some(), "{n}"),
+        }
+    }
+    assert_eq!(
+        raw.get::<Vec<String>>("LRANGE lock:k7 0 -1").await,
+        ["theirs"]
+    );
+}
+
+#[tokio::test]
+async fn a_right_that_is_missing_for_one_lock_leaves_its_neighbours_alone() {
+    let server = server([]).await;
+    let mut raw = raw(&server).await;
+    raw.run("ACL SETUSER locks on >secret +@all &lock:* ~lock:leasehold:* ~lock:a* ~lock:b*")
+        .await;
+    let options = RedisOptions::new(server.url())
+        .unwrap()
+        .with_username("locks")
+        .with_password("secret");
+    let client = Redis::connect_with(options).await.unwrap();
+    let names = (0..20).map(|n| match n {
+        7 => "z7".to_owned(),
+        n => format!("a{n}"),
+    });
+    let claims = names.map(|name| claim(&name, LONG));
+    for (n, answer) in together(&client, claims).await.into_iter().enumerate() {
+        match n {
+            7 => assert_eq!(failed(answer).kind(), ErrorKind::Other),
+            _ => assert!(answer.unwrap().is_some(), "{n}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn tokens_rise_though_the_counter_was_lost_before_they_were_asked_for() {
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let mut raw = raw(&server).await;
+    let before = granted(&client, &claim("before", LONG)).await.token();
+    raw.run("DEL lock:leasehold:token").await;
+    let holds = held(together(&client, (0..20).map(|n| claim(&format!("k{n}"), LONG))).await);
+    assert!(holds.iter().all(|hold| hold.token() > before));
+}
+
+/// The claim and what withdraws it travel in that order, however they travel.
+#[tokio::test]
+async fn a_claim_that_is_dropped_while_it_collects_leaves_nothing() {
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let other = connect(&server).await;
+    let mut kept: Vec<_> = (0..3)
+        .map(|n| spawn(&client, claim(&format!("k{n}"), LONG)))
+        .collect();
+    let claim = claim("a", LONG);
+    let mut dropped = client.acquire(&claim);
+    tokio::task::yield_now().await;
+    assert!(once(&mut dropped).await.is_none());
+    drop(dropped);
+    for kept in kept.drain(..) {
+        let _hold = served(SOON, kept).await;
+    }
+    let free = async {
+        while is_taken(&other, "a").await {
+            tokio::task::yield_now().await;
+        }
+    };
+    within(SOON, "it is free", free).await;
+}
