@@ -80,7 +80,7 @@ fn as_text(name: &str, guarantees: &Guarantees, examination: &Examination) -> St
         .ok();
     }
     if findings.is_empty() {
-        write!(text, "{GOOD}nothing to warn of{GOOD:#}\n").ok();
+        writeln!(text, "{GOOD}nothing to warn of{GOOD:#}").ok();
     }
     text
 }

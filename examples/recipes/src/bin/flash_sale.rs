@@ -64,7 +64,7 @@ struct Row {
 #[derive(Debug, PartialEq)]
 enum Sold {
     Yes,
-    SoldOut,
+    NoneLeft,
     /// Somebody with a higher token was here.
     TooLate,
 }
@@ -83,7 +83,7 @@ impl Stock {
         };
         tokio::task::yield_now().await;
         if left == 0 {
-            return Sold::SoldOut;
+            return Sold::NoneLeft;
         }
         *self.row() = Row {
             left: left - 1,

@@ -31,13 +31,13 @@ async fn main() -> anyhow::Result<()> {
     }
     let terms = terms
         .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner());
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+        .clone();
     ensure!(terms.len() == REPLICAS, "{terms:?}");
     ensure!(
         terms.windows(2).all(|terms| terms[0] < terms[1]),
         "{terms:?}"
     );
-    drop(terms);
     locks.close().await?;
     Ok(())
 }
