@@ -1,14 +1,15 @@
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
+    Backend, Claim, Examination, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
 };
 use redis::Value;
 
 use crate::client::Client;
 use crate::script::{self, EVICT, HOLDER};
-use crate::{RedisOptions, error, queue, value};
+use crate::{RedisOptions, error, examine, queue, value};
 
 /// The locks of one Redis server.
 ///
@@ -104,6 +105,10 @@ impl Backend for Redis {
             Value::Int(evicted) => Ok(evicted == 1),
             _ => Err(error::unexpected(&self.client.address)),
         }
+    }
+
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        examine::examine(&self.client).await
     }
 
     async fn close(&self) -> Result<()> {

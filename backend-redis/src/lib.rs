@@ -4,6 +4,7 @@ mod backend;
 mod client;
 mod connection;
 mod error;
+mod examine;
 mod hold;
 mod inbox;
 mod names;
