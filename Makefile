@@ -2,7 +2,13 @@
 
 CARGO ?= cargo
 
-.PHONY: demo test drill verify fix
+# What `make test` runs, and how its servers are started: it installs programs.
+SERVERS ?= programs
+TESTS ?= --workspace
+FEATURES ?= none file redis etcd zk zk-tls postgres
+
+.PHONY: demo test drill test-containers test-image images example fresh
+.PHONY: verify lint check-features docs minimum-rust fix
 
 ## Several processes want one lock: one at a time, tokens rising.
 demo: toolchain
@@ -12,7 +18,31 @@ demo: toolchain
 ## All tests, on real servers.
 test: toolchain
 	scripts/install-servers
-	$(CARGO) test --workspace --all-features
+	LEASEHOLD_SERVERS=$(SERVERS) $(CARGO) test $(TESTS) --all-features
+
+## The suite once more, on servers in containers. LEASEHOLD_REDIS_IMAGE and so on name other images.
+test-containers: toolchain
+	LEASEHOLD_SERVERS=containers $(CARGO) test --workspace --all-features --no-fail-fast \
+	--test conformance --test containers
+
+## The suite of one store on one image of conformance-tests/images.txt: STORE=redis IMAGE=redis:7.0
+test-image: toolchain
+	LEASEHOLD_SERVERS=containers LEASEHOLD_REQUIRE=$(STORE) \
+	LEASEHOLD_$(shell echo $(STORE) | tr a-z A-Z)_IMAGE=$(IMAGE) \
+	$(CARGO) test --package leasehold-$(patsubst zookeeper,zk,$(STORE)) \
+	--features leasehold-conformance/containers --test conformance
+
+## Stand-ins from Debian's packages for the images that the tests start; IMAGES=--all for all there can be.
+images:
+	scripts/build-images $(IMAGES)
+
+## A backend of somebody else's, through the suite.
+example: toolchain
+	cd examples/sqlite && $(CARGO) fmt --check && $(CARGO) test --locked
+
+## The two commands of the README on a machine that has only Debian, a C compiler and Rust.
+fresh:
+	scripts/fresh
 
 ## Kills Redis masters under load, ROUNDS times in each case, and counts double holds.
 drill: toolchain
@@ -20,16 +50,29 @@ drill: toolchain
 	$(CARGO) run --quiet --package leasehold-redis --example drill -- --rounds $(or $(ROUNDS),20)
 
 ## Changes nothing: format, lints, each feature alone, documentation; licences and bans where cargo-deny is installed.
-verify: toolchain
-	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
-	@for features in "" file redis etcd zk zk-tls postgres; do \
-	echo "leasehold with the features: $${features:-none}"; \
-	$(CARGO) check --quiet --locked --package leasehold --no-default-features --features "$$features" || exit 1; \
-	done
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --all-features --no-deps --locked
+verify: lint check-features docs
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "cargo-deny is not installed: licences and bans were not checked"; fi
+
+lint: toolchain
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
+
+## Each feature of the crate that users import, alone; FEATURES="redis" for one of them.
+check-features: toolchain
+	@for features in $(FEATURES); do \
+	echo "leasehold with the features: $$features"; \
+	$(CARGO) check --quiet --locked --package leasehold --no-default-features \
+	--features "$$(echo $$features | sed s/^none$$//)" || exit 1; \
+	done
+
+docs: toolchain
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --all-features --no-deps --locked
+
+## What the oldest Rust must still build: all but PostgreSQL, whose client needs 1.94.
+minimum-rust: toolchain
+	$(CARGO) check --locked --package leasehold-core --package leasehold-conformance
+	$(CARGO) check --locked --package leasehold --no-default-features --features file,redis,etcd,zk
 
 ## Formats, and mends what the lints can mend.
 fix: toolchain

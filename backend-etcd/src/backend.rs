@@ -8,12 +8,13 @@ use etcd_client::{
     TxnOp,
 };
 use leasehold_core::{
-    Backend, Claim, Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key,
-    Result, Token, Tokens, Wakeup,
+    Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
+    Holder, Key, Result, Token, Tokens, Wakeup,
 };
 use tokio::runtime::Handle;
 
 use crate::endpoints::Channel;
+use crate::examine::{Members, examine};
 use crate::link::Link;
 use crate::{EtcdOptions, names, queue, value};
 
@@ -29,8 +30,9 @@ pub struct Etcd {
 }
 
 impl Etcd {
-    /// What every cluster promises; the shortest ttl is that of etcd's default settings, and each
-    /// client [says](Backend::guarantees) what its own cluster grants.
+    /// What every cluster promises, one of a single member too; the shortest ttl is that of etcd's
+    /// default settings. Each client [says](Backend::guarantees) what its own cluster grants, and how
+    /// many members that may lose.
     pub const GUARANTEES: Guarantees = {
         let mut guarantees = Guarantees::new(Expiry::Session, Duration::from_secs(2));
         guarantees.consistency = Consistency::Linearizable;
@@ -74,6 +76,10 @@ impl Etcd {
         guarantees.shortest_ttl = look_whether_it_will_do(&link, &options)
             .await
             .map_err(|error| hinted(&error, &options))?;
+        // Who may not ask is promised nothing.
+        if let Ok(members) = Members::ask(&link, &options).await {
+            guarantees.node_losses = members.spare;
+        }
         Ok(Self {
             options,
             guarantees,
@@ -195,6 +201,10 @@ impl Backend for Etcd {
             }
             // It left by itself meanwhile; without a name the next one is meant as well.
         }
+    }
+
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        Ok(examine(&*self.link()?, &self.options).await)
     }
 
     async fn close(&self) -> Result<()> {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use etcd_client::{Client, KvClient, LeaseClient, WatchClient};
+use etcd_client::{Client, KvClient, LeaseClient, Member, StatusResponse, WatchClient};
 use leasehold_core::Moment;
 use tokio::time::{sleep, timeout};
 use tracing::debug;
@@ -150,6 +150,16 @@ impl Endpoints {
         self.leave(channel.index, Some(channel));
     }
 
+    /// How many members were named.
+    pub(crate) fn count(&self) -> usize {
+        self.servers.len()
+    }
+
+    /// Host and port of one of them.
+    pub(crate) fn name(&self, index: usize) -> &str {
+        &self.servers[index].name
+    }
+
     /// Whether there is another member to turn to.
     pub(crate) fn are_several(&self) -> bool {
         self.servers.len() > 1
@@ -205,7 +215,8 @@ impl Endpoints {
         (Some(channel), outcome)
     }
 
-    async fn channel(&self, index: usize) -> Result<Arc<Channel>, Failure> {
+    /// The connection to this member.
+    pub(crate) async fn channel(&self, index: usize) -> Result<Arc<Channel>, Failure> {
         let server = &self.servers[index];
         if let Some(channel) = &*server.channel() {
             return Ok(channel.clone());
@@ -248,7 +259,7 @@ impl Endpoints {
         }
     }
 
-    fn silent(&self, index: usize, limit: Duration) -> Failure {
+    pub(crate) fn silent(&self, index: usize, limit: Duration) -> Failure {
         error::silent(&self.servers[index].name, limit)
     }
 
@@ -266,8 +277,18 @@ impl Server {
 impl Channel {
     /// The version of the member, as in `3.4.23`.
     pub(crate) async fn version(&self) -> Result<String, etcd_client::Error> {
-        let status = self.client.clone().status().await?;
-        Ok(status.version().to_owned())
+        Ok(self.status().await?.version().to_owned())
+    }
+
+    /// What the member says of itself.
+    pub(crate) async fn status(&self) -> Result<StatusResponse, etcd_client::Error> {
+        self.client.clone().status().await
+    }
+
+    /// The members of the cluster.
+    pub(crate) async fn members(&self) -> Result<Vec<Member>, etcd_client::Error> {
+        let list = self.client.clone().member_list().await?;
+        Ok(list.members().to_vec())
     }
 }
 

@@ -4,6 +4,7 @@ mod backend;
 mod cleaner;
 mod endpoints;
 mod error;
+mod examine;
 mod hold;
 mod link;
 mod names;

@@ -9,10 +9,12 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Error, ErrorKind, Expiry, Guarantees, Hold, Holder, Key, Moment, Result, Tokens,
+    Backend, Claim, Error, ErrorKind, Examination, Expiry, Guarantees, Hold, Holder, Key, Moment,
+    Result, Tokens,
 };
 
 use crate::error::io_error;
+use crate::examine::examine;
 use crate::hold::{FileHold, Held};
 use crate::lock_file::{self, Raised, Reserved};
 use crate::name::Names;
@@ -153,6 +155,10 @@ impl Backend for Folder {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if it still holds the lock after 2 s, which is so if its process is
     /// stopped or hangs. The request stays: it lets go as soon as it runs on.
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        Ok(examine(&self.inner.path))
+    }
+
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
         let names = Names::new(&self.inner.path, key);
         let watch = &self.inner.watch;

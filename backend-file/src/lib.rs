@@ -2,6 +2,7 @@
 
 mod backend;
 mod error;
+mod examine;
 mod hold;
 mod lock_file;
 mod name;

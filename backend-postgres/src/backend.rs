@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key,
-    Moment, Result, Tokens, Wakeup,
+    Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
+    Holder, Key, Moment, Result, Tokens, Wakeup,
 };
 use sqlx::{Connection as _, Row};
 use tokio::sync::{Notify, Semaphore, oneshot};
@@ -134,6 +134,11 @@ impl Backend for Postgres {
         self.client.sessions.check_open()?;
         let key = self.client.common.sql.key_form.id(key)?;
         self.client.evict(key, grant).await
+    }
+
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        self.client.sessions.check_open()?;
+        crate::examine::examine(&self.client.common.options, self.client.max_holds).await
     }
 
     async fn close(&self) -> Result<()> {

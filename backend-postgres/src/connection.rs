@@ -369,7 +369,7 @@ async fn unreachable(server: &PgConnectOptions) -> std::io::Error {
     }
 }
 
-fn silent(options: &PostgresOptions, limit: Duration) -> Error {
+pub(crate) fn silent(options: &PostgresOptions, limit: Duration) -> Error {
     Error::new(
         ErrorKind::Unavailable,
         format!("{} was not ready within {limit:?}", options.address()),

@@ -3,6 +3,7 @@
 mod backend;
 mod connection;
 mod error;
+mod examine;
 mod hold;
 mod key_form;
 mod options;

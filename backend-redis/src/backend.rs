@@ -1,6 +1,8 @@
+use std::time::Duration;
+
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
+    Backend, Claim, Examination, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
 };
 use redis::Value;
 
@@ -9,7 +11,7 @@ use crate::cluster::Cluster;
 use crate::request::Sender;
 use crate::script::{self, HOLDER};
 use crate::servers::Servers;
-use crate::{RedisOptions, error, queue, value};
+use crate::{RedisOptions, error, examine, queue, value};
 
 /// The locks of one Redis server, or of a Redis Cluster.
 ///
@@ -113,6 +115,10 @@ impl Backend for Redis {
             Value::Int(evicted) => Ok(evicted == 1),
             _ => Err(error::unexpected(&evicted.line.client.address)),
         }
+    }
+
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        examine::examine(&self.servers.clients()?).await
     }
 
     async fn close(&self) -> Result<()> {

@@ -5,6 +5,7 @@ mod client;
 mod cluster;
 mod connection;
 mod error;
+mod examine;
 mod hold;
 mod inbox;
 mod names;

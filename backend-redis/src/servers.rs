@@ -87,6 +87,14 @@ impl Servers {
         }
     }
 
+    /// A client for each server that has locks.
+    pub(crate) fn clients(&self) -> Result<Vec<Arc<Client>>> {
+        match self {
+            Self::One(client) => Ok(vec![client.clone()]),
+            Self::Cluster(cluster) => cluster.of_owners(),
+        }
+    }
+
     /// Whether replicas must confirm grants and renewals.
     pub(crate) fn replicas_are_asked(&self) -> bool {
         match self {

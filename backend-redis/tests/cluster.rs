@@ -728,6 +728,8 @@ async fn the_others_are_found_by_one() {
     for number in 0..10 {
         granted(&client, &claim(&format!("n{number}"), LONG)).await;
     }
+    let examination = client.examine(LONG).await.unwrap();
+    assert_eq!(examination.servers.len(), 3);
 }
 
 #[test]

@@ -1,4 +1,7 @@
 //! The suite on a Redis Cluster of six nodes.
+//!
+//! F6 is not owed: each lock is decided by one server, whose replica may lack what was granted last. What
+//! a killed master does to locks is in `cluster.rs`.
 
 use std::process::ExitCode;
 use std::time::Duration;

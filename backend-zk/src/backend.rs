@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Consistency, Expiry, Fairness, Guarantees, Hold, Holder, Key, Moment, Result,
-    Tokens, Wakeup,
+    Backend, Claim, Consistency, Examination, Expiry, Fairness, Guarantees, Hold, Holder, Key,
+    Moment, Result, Tokens, Wakeup,
 };
 use tokio::time::sleep;
 use zookeeper_client::Error as Client;
 
 use crate::error;
+use crate::examine::{Ensemble, examine};
 use crate::hold::ZooKeeperHold;
 use crate::names;
 use crate::options::ZooKeeperOptions;
@@ -29,8 +30,8 @@ pub struct ZooKeeper {
 }
 
 impl ZooKeeper {
-    /// What it promises. The servers may only grant a longer shortest ttl than this:
-    /// [`Backend::guarantees`] says what they do.
+    /// What it promises, a single server too. The servers may only grant a longer shortest ttl than
+    /// this: [`Backend::guarantees`] says what they do, and how many of them may be lost.
     pub const GUARANTEES: Guarantees = {
         let mut guarantees = Guarantees::new(Expiry::Session, Session::SHORTEST);
         guarantees.consistency = Consistency::Linearizable;
@@ -74,11 +75,11 @@ impl ZooKeeper {
         let session = Session::open(options.clone(), Session::SHORTEST, limit).await?;
         let mut guarantees = Self::GUARANTEES;
         guarantees.shortest_ttl = session.timeout();
+        // Who may not ask is promised nothing.
+        if let Ok(ensemble) = Ensemble::ask(&session, limit).await {
+            guarantees.node_losses = ensemble.spare;
+        }
         session.close(Session::SHORTEST).await;
-        guarantees.consistency = Consistency::Linearizable;
-        guarantees.fairness = Fairness::Fifo;
-        guarantees.wakeup = Wakeup::Push;
-        guarantees.tokens = Tokens::Durable;
         Ok(Self {
             sessions: Sessions::new(options),
             guarantees,
@@ -166,6 +167,10 @@ impl Backend for ZooKeeper {
             }
             return Ok(true);
         }
+    }
+
+    async fn examine(&self, ttl: Duration) -> Result<Examination> {
+        examine(self.sessions.shared_options(), ttl).await
     }
 
     async fn close(&self) -> Result<()> {

@@ -2,6 +2,7 @@
 
 mod backend;
 mod error;
+mod examine;
 mod hold;
 mod names;
 mod options;

@@ -4,7 +4,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use leasehold_core::{Moment, Result, Validity};
 use tokio::runtime::Handle;
@@ -389,6 +389,18 @@ impl Session {
             Err(error) => Box::pin(std::future::ready(Err(error))),
         };
         Beat { sent, answer }
+    }
+
+    /// Writes the same, and says when that was by the leader's clock.
+    pub(crate) async fn write_sign_of_life(&self, limit: Duration) -> Answer<SystemTime> {
+        let stat = self
+            .ask(limit, async |client| {
+                let node = own_node(client, &self.options);
+                client.set_data(&node, b"", None).await
+            })
+            .await?;
+        let since = Duration::from_millis(stat.mtime.unsigned_abs());
+        Ok(SystemTime::UNIX_EPOCH + since)
     }
 }
 

@@ -35,6 +35,11 @@ impl Sessions {
         &self.options
     }
 
+    /// The same, to open a session apart from these.
+    pub(crate) fn shared_options(&self) -> &Arc<ZooKeeperOptions> {
+        &self.options
+    }
+
     /// The session for this ttl on this runtime; opens it within `limit` if there is none.
     pub(crate) async fn get(&self, ttl: Duration, limit: Duration) -> Result<Arc<Session>> {
         let runtime = runtime::Handle::try_current().map_err(|_| error::no_runtime())?;

@@ -79,6 +79,19 @@ pub(crate) enum Command {
     /// changed hands meanwhile, nothing happens. Ends with 0 if it was taken away, else with 1.
     #[command(after_long_help = BREAK_EXAMPLES)]
     Break(BreakArgs),
+    /// Show which stores do what is needed, and why
+    ///
+    /// Judges the stores at the given URLs (else the one of --url or LEASEHOLD_URL, else every kind
+    /// that there is) by what they promise. Ends with 0 if one of them does all that is asked for,
+    /// with 1 if none does.
+    #[command(after_long_help = CHOOSE_EXAMPLES)]
+    Choose(ChooseArgs),
+    /// Examine the store: versions, promises, round trip, clock, and what endangers its locks
+    ///
+    /// Ends with 0 if there is nothing to warn of, with 1 after warnings, with 120 if one lock may be
+    /// given to two in daily use; and with 118 or 119 if the store is not reached or refuses.
+    #[command(after_long_help = DOCTOR_EXAMPLES)]
+    Doctor(DoctorArgs),
     /// Print completions for a shell
     #[command(after_long_help = COMPLETIONS_EXAMPLES)]
     Completions(CompletionsArgs),
@@ -153,6 +166,56 @@ pub(crate) struct BreakArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct ChooseArgs {
+    /// The stores to choose from, as in redis://host; a URL with a password belongs into LEASEHOLD_URL
+    #[arg(value_name = "URL", value_hint = ValueHint::Url)]
+    pub(crate) urls: Vec<String>,
+
+    /// Judge every kind of store, although a URL is set
+    #[arg(long, conflicts_with = "urls")]
+    pub(crate) all: bool,
+
+    /// A server may be lost: what is held stays held, and locks are granted on
+    #[arg(long)]
+    pub(crate) node_loss: bool,
+
+    /// A consensus protocol decides, not clocks
+    #[arg(long)]
+    pub(crate) consensus: bool,
+
+    /// Tokens rise although a server crashed
+    #[arg(long)]
+    pub(crate) durable_tokens: bool,
+
+    /// First come, first served
+    #[arg(long)]
+    pub(crate) order: bool,
+
+    /// A holder that hangs is thrown out, though its process lives on
+    #[arg(long)]
+    pub(crate) expiry: bool,
+
+    /// Waiters are told, and need not ask again and again
+    #[arg(long)]
+    pub(crate) push: bool,
+
+    /// The lock of a dead holder is free after a ttl as short as this
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Option<Duration>,
+
+    /// Print one line of JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Print one line of JSON; what is not known is null
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct CompletionsArgs {
     /// The shell
     pub(crate) shell: Shell,
@@ -201,6 +264,17 @@ const BREAK_EXAMPLES: &str = "\
 Examples:
   leasehold break nightly-backup
   leasehold break --yes nightly-backup";
+
+const CHOOSE_EXAMPLES: &str = "\
+Examples:
+  leasehold choose
+  leasehold choose --node-loss --order
+  leasehold choose --durable-tokens --ttl 2s redis://redis.internal etcd://etcd-1,etcd-2,etcd-3";
+
+const DOCTOR_EXAMPLES: &str = "\
+Examples:
+  leasehold doctor --url redis://redis.internal
+  leasehold doctor --json | jq '.findings[].what'";
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:

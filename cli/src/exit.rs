@@ -13,7 +13,7 @@ use crate::signals;
 pub(crate) enum Exit {
     /// Did what was asked for.
     Done,
-    /// `status`: free. `break`: nothing was taken away.
+    /// `status`: free. `break`: nothing was taken away. `choose`: none does. `doctor`: warnings.
     No,
     /// Somebody else held the lock for as long as was waited.
     Busy,
@@ -25,6 +25,8 @@ pub(crate) enum Exit {
     Unavailable,
     /// The store refused, or anything else went wrong.
     Failed,
+    /// `doctor`: a promise may be broken.
+    Unsafe,
     /// The command of `run` exists but cannot be executed.
     NotExecutable,
     /// The command of `run` was not found.
@@ -39,14 +41,14 @@ pub(crate) enum Exit {
 
 impl Exit {
     /// What each code means, in the words of the help, the manual page and the README.
-    pub(crate) const TABLE: [(&'static str, &'static str); 11] = [
+    pub(crate) const TABLE: [(&'static str, &'static str); 12] = [
         (
             "0",
-            "done; `status`: the lock is held; `break`: it was taken away",
+            "done; `status`: the lock is held; `break`: it was taken away; `choose`: a store does all; `doctor`: nothing to warn of",
         ),
         (
             "1",
-            "`status`: the lock is free; `break`: nothing was taken away",
+            "`status`: the lock is free; `break`: nothing was taken away; `choose`: no store does all; `doctor`: warnings",
         ),
         (
             "115",
@@ -61,6 +63,10 @@ impl Exit {
         (
             "119",
             "the store refused (a missing right, a version too old), or another failure",
+        ),
+        (
+            "120",
+            "`doctor`: a promise may be broken in daily use: one lock may be given to two",
         ),
         ("126", "the command of `run` cannot be executed"),
         ("127", "the command of `run` was not found"),
@@ -80,6 +86,7 @@ impl Exit {
             Self::Usage => 117,
             Self::Unavailable => 118,
             Self::Failed => 119,
+            Self::Unsafe => 120,
             Self::NotExecutable => 126,
             Self::NotFound => 127,
             Self::Child(code) => code,
@@ -169,6 +176,7 @@ mod tests {
             Exit::Usage,
             Exit::Unavailable,
             Exit::Failed,
+            Exit::Unsafe,
             Exit::NotExecutable,
             Exit::NotFound,
         ];
@@ -188,6 +196,7 @@ mod tests {
             Exit::Usage,
             Exit::Unavailable,
             Exit::Failed,
+            Exit::Unsafe,
         ] {
             let code = exit.code();
             let usual = [0..=2, 64..=78, 80..=100, 111..=111, 123..=255];

@@ -1,4 +1,5 @@
-//! The `leasehold` command: runs a job under a lock, shows who holds one, takes it away.
+//! The `leasehold` command: runs a job under a lock, shows who holds one, takes it away, and tells stores
+//! apart.
 
 #![allow(
     clippy::future_not_send,
@@ -10,8 +11,10 @@ compile_error!("the leasehold command needs Unix signals and process groups");
 
 mod break_lock;
 mod child;
+mod choose;
 mod cli;
 mod completions;
+mod doctor;
 mod exit;
 mod job;
 mod launch;
@@ -44,6 +47,8 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&cli.store, args),
         Command::Status(args) => status::status(&cli.store, args),
         Command::Break(args) => break_lock::break_lock(&cli.store, args),
+        Command::Choose(args) => choose::choose(&cli.store, args),
+        Command::Doctor(args) => doctor::doctor(&cli.store, args),
         Command::Completions(args) => completions::completions(args),
         Command::Man(args) => man::man(args),
     };

@@ -45,6 +45,7 @@ pub struct Store {
     pub(crate) on_connections: bool,
     pub(crate) control: Option<Arc<dyn Control>>,
     pub(crate) uncontrolled: Option<String>,
+    pub(crate) description: Option<String>,
 }
 
 impl Store {
@@ -69,7 +70,15 @@ impl Store {
             on_connections: false,
             control: None,
             uncontrolled: None,
+            description: None,
         }
+    }
+
+    /// What the store is and how it was found or started, for the report: "Redis 8.0.2 in a container".
+    #[must_use]
+    pub fn with_description(mut self, description: impl Into<String>) -> Self {
+        self.description = Some(description.into());
+        self
     }
 
     /// The shortest ttl to test with, where that is longer than the shortest that the backend
@@ -124,6 +133,7 @@ impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // Not the address: there may be a password in it.
         f.debug_struct("Store")
+            .field("description", &self.description)
             .field("ttl", &self.ttl)
             .field("processes", &self.processes)
             .field("servers", &self.servers)

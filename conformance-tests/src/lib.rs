@@ -7,6 +7,7 @@ pub mod fixtures;
 mod harness;
 mod history;
 mod names;
+mod promise;
 mod proxy;
 mod rule;
 mod rules;
@@ -15,6 +16,7 @@ mod steps;
 
 pub use harness::{Control, Harness, Store};
 pub use names::names_never_meet;
+pub use promise::{Promise, promised_fields, promises};
 pub use proxy::{Flow, Proxy};
 pub use rule::{Check, Need, Rule};
 pub use rules::RULES;

@@ -2,7 +2,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 
-use leasehold_core::{Expiry, Fairness, Guarantees, Tokens, Wakeup};
+use leasehold_core::{Consistency, Expiry, Fairness, Guarantees, Tokens, Wakeup};
 
 use crate::cx::Cx;
 use crate::harness::Store;
@@ -41,6 +41,10 @@ pub enum Need {
     Expiry,
     /// Each lock has a time limit of its own.
     Lease,
+    /// A majority decides, whether by consensus or not.
+    Majority,
+    /// Locks are granted on when a server is lost.
+    NodeLoss,
     /// Waiters are served in order.
     Fifo,
     /// Waiters are told.
@@ -93,6 +97,10 @@ impl Need {
             Self::Lease if guarantees.expiry != Expiry::Lease => {
                 "not promised: locks have no lease of their own"
             }
+            Self::Majority if guarantees.consistency == Consistency::SingleNode => {
+                "not promised: one server decides"
+            }
+            Self::NodeLoss if guarantees.node_losses == 0 => "not promised: no server may be lost",
             Self::Fifo if guarantees.fairness != Fairness::Fifo => {
                 "not promised: waiters are served in no order"
             }
@@ -115,6 +123,24 @@ impl Need {
             _ => return None,
         };
         Some(reason.to_owned())
+    }
+}
+
+impl Need {
+    /// The field of [`Guarantees`] that brings it, and what is claimed there.
+    pub(crate) fn promise(self) -> Option<(&'static str, &'static str)> {
+        Some(match self {
+            Self::Majority => ("consistency", "Quorum, Linearizable"),
+            Self::NodeLoss => ("node_losses", "1 or more"),
+            Self::Lease => ("expiry", "Lease"),
+            Self::Expiry => ("expiry", "Lease, Session"),
+            Self::Fifo => ("fairness", "Fifo"),
+            Self::Push => ("wakeup", "Push"),
+            Self::LastingTokens => ("tokens", "Durable"),
+            Self::Processes | Self::Proxy | Self::Reconnect | Self::Control | Self::Members => {
+                return None;
+            }
+        })
     }
 }
 

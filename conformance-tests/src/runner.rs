@@ -154,6 +154,11 @@ impl Suite {
 
     fn run(self, arguments: &Arguments) -> ExitCode {
         if !arguments.list {
+            if let Ok((store, _)) = &self.found
+                && let Some(description) = &store.description
+            {
+                eprint!("\nstore: {description}");
+            }
             eprintln!("\nrandom choices: {SEED}={}", self.seed);
         }
         let mut trials = Vec::new();

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use crate::{Error, ErrorKind, Key, Result, Validity};
+use crate::{Error, ErrorKind, Examination, Key, Result, Validity};
 
 /// A store that can hold locks.
 ///
@@ -59,6 +59,20 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// # Cancel safety
     /// If dropped, the lock may or may not have been taken away.
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool>;
+
+    /// Asks the store about itself, for operators: who it is, how it is set up, and what of that
+    /// endangers locks of this `ttl`. What cannot be asked (a right is missing, a command is turned
+    /// off) is a finding, not an error.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if the store cannot be asked at all.
+    ///
+    /// # Cancel safety
+    /// Leaves nothing but what ends within a ttl.
+    async fn examine(&self, ttl: Duration) -> Result<Examination> {
+        let _ = ttl;
+        Ok(Examination::new())
+    }
 
     /// Gives back what the backend itself keeps: sessions, connections, background tasks. Called
     /// once, after every hold was released.
@@ -301,12 +315,17 @@ impl Holder {
     }
 }
 
-/// What a backend promises. Each field is there because rules test it; a higher claim adds rules.
+/// What a backend promises. Each field is there because rules test it; a higher claim adds rules:
+/// `CONTRACT.md` has the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Guarantees {
     /// Which failures of servers it survives without giving one lock to two.
     pub consistency: Consistency,
+    /// How many of its servers may be lost at the same time: what is held stays held, or is known to
+    /// be lost in time, and locks are granted on (F6). 0 also where it is not known. Counted when the
+    /// client connects.
+    pub node_losses: u32,
     /// How the store lets go of a lock whose holder is gone.
     pub expiry: Expiry,
     /// The shortest ttl after which the store really lets go by itself. Shorter ones are accepted,
@@ -327,6 +346,7 @@ impl Guarantees {
     pub const fn new(expiry: Expiry, shortest_ttl: Duration) -> Self {
         Self {
             consistency: Consistency::SingleNode,
+            node_losses: 0,
             expiry,
             shortest_ttl,
             fairness: Fairness::None,
@@ -408,6 +428,10 @@ macro_rules! forward {
 
             async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
                 (**self).evict(key, grant).await
+            }
+
+            async fn examine(&self, ttl: Duration) -> Result<Examination> {
+                (**self).examine(ttl).await
             }
 
             async fn close(&self) -> Result<()> {

@@ -5,6 +5,7 @@
 
 mod backend;
 mod error;
+mod examination;
 mod gather;
 mod guard;
 mod keeper;
@@ -12,6 +13,7 @@ mod kept;
 mod key;
 mod locks;
 mod memory;
+mod needs;
 mod owner;
 mod validity;
 
@@ -20,10 +22,12 @@ pub use backend::{
     Tokens, Wakeup,
 };
 pub use error::{Error, ErrorKind, Result};
+pub use examination::{Examination, Examined, Finding, Severity};
 pub use gather::{Answer, Batch, Gather, Pass, Replies, Way};
 pub use guard::{Guard, Guards};
 pub use key::Key;
 pub use locks::Locks;
 pub use memory::Memory;
+pub use needs::{Need, Reason};
 pub use owner::Owner;
 pub use validity::{Moment, Validity};

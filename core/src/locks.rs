@@ -14,8 +14,8 @@ use crate::guard::Held;
 use crate::keeper::Keeper;
 use crate::kept::Kept;
 use crate::{
-    Backend, Claim, Error, ErrorKind, Guarantees, Guard, Guards, Holder, Key, Moment, Owner,
-    OwnerId, Result,
+    Backend, Claim, Error, ErrorKind, Examination, Guarantees, Guard, Guards, Holder, Key, Moment,
+    Need, Owner, OwnerId, Result,
 };
 
 /// The locks of one store: the place to start.
@@ -264,6 +264,39 @@ impl Locks {
         self.shared.backend.guarantees()
     }
 
+    /// Fails if the store does not promise all of `needs`: call it when the program starts, and it is
+    /// not in the night that somebody finds out. Nothing is sent.
+    ///
+    /// ```
+    /// # use leasehold_core::{Locks, Memory, Need};
+    /// let locks = Locks::new(Memory::new());
+    /// locks.require([Need::Order, Need::Push])?;
+    /// # Ok::<(), leasehold_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`], naming all that is missing.
+    pub fn require(&self, needs: impl IntoIterator<Item = Need>) -> Result<()> {
+        Need::require(needs, &self.guarantees())
+    }
+
+    /// Asks the store about itself: versions, how long a request takes, whose clock differs, and what
+    /// endangers locks of this [ttl](Self::ttl). For operators; `leasehold doctor` shows it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] if the store does not answer within 30 s, [`ErrorKind::Closed`]
+    /// after [`close`](Self::close), [`ErrorKind::Unsupported`] outside of a tokio runtime.
+    ///
+    /// # Cancel safety
+    /// Leaves nothing but what ends within a ttl.
+    pub async fn examine(&self) -> Result<Examination> {
+        const LIMIT: Duration = Duration::from_secs(30);
+        let examining = self.shared.backend.examine(self.ttl());
+        let mut examination = self.request_within(LIMIT, examining).await?;
+        examination.judge(self.ttl(), self.guarantees().shortest_ttl);
+        Ok(examination)
+    }
+
     /// Ends all clones and their owners: waiting acquires fail with [`ErrorKind::Closed`], living
     /// guards hear `lost`, then everything is released, and that is awaited.
     ///
@@ -395,10 +428,18 @@ impl Locks {
 
     /// A single request that is no claim.
     async fn request<T>(&self, request: impl Future<Output = Result<T>>) -> Result<T> {
-        runtime()?;
-        self.check_open()?;
         let limit = self.options.request_limit;
         let limit = limit.unwrap_or_else(|| Claim::default_request_limit(self.options.ttl));
+        self.request_within(limit, request).await
+    }
+
+    async fn request_within<T>(
+        &self,
+        limit: Duration,
+        request: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        runtime()?;
+        self.check_open()?;
         self.wait_for(request, Some(limit))
             .await?
             .unwrap_or_else(|| {

@@ -1,14 +1,19 @@
 #![doc = include_str!("../README.md")]
 
+mod candidate;
+mod choose;
 mod nearest;
 mod open;
 mod options;
 mod schemes;
 mod setting;
 
+pub use candidate::{Answer, Candidate, Judgement};
+pub use choose::{choose, shown};
 pub use leasehold_core::{
-    Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Guard, Guards, Holder, Key, Locks,
-    Memory, Owner, OwnerId, Result, Token, Tokens, Wakeup,
+    Consistency, Error, ErrorKind, Examination, Examined, Expiry, Fairness, Finding, Guarantees,
+    Guard, Guards, Holder, Key, Locks, Memory, Need, Owner, OwnerId, Reason, Result, Severity,
+    Token, Tokens, Wakeup,
 };
 #[cfg(feature = "etcd")]
 #[doc(inline)]
@@ -32,7 +37,22 @@ pub mod backend {
     pub use leasehold_core::{Backend, Claim, Hold, Moment, Validity};
 }
 
-/// The examples of the project's own page.
+/// The examples of the project's own pages.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct ProjectPage;
+
+/// The pages for those who come with a problem.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../docs/choosing.md")]
+    struct Choosing;
+    #[doc = include_str!("../../docs/scheduled-job.md")]
+    struct ScheduledJob;
+    #[doc = include_str!("../../docs/payment-callback.md")]
+    struct PaymentCallback;
+    #[doc = include_str!("../../docs/flash-sale.md")]
+    struct FlashSale;
+    #[doc = include_str!("../../docs/leader.md")]
+    struct Leader;
+}

@@ -47,6 +47,11 @@ pub async fn open(url: impl AsRef<str> + Send) -> Result<Locks> {
     options::apply(open(address).await?, &settings)
 }
 
+/// Whether `url` is understood; what only the store knows how to read is not looked at.
+pub(crate) fn check(url: &str) -> Result<()> {
+    parse(url).map(drop)
+}
+
 /// The store, what the URL says to it, and the options of [`Locks`].
 fn parse(url: &str) -> Result<(&'static Scheme, Address, Vec<Setting>)> {
     let url = url.trim();

@@ -301,7 +301,7 @@ mod redis {
         };
         let url = group.url();
         let locks = opened(&format!("{url}?replicas=2&prefix=here:")).await;
-        locks.lock("a").await.expect("free");
+        drop(locks.lock("a").await.expect("free"));
         // There are two, and never a third.
         let locks = opened(&format!("{url}?replicas=3&request_limit=200ms")).await;
         let error = locks.lock("a").await.expect_err("not confirmed");
@@ -559,7 +559,7 @@ mod zk {
         };
         let url = group.url();
         let locks = opened(&format!("{url}?replicas=2&prefix=here:")).await;
-        locks.lock("a").await.expect("free");
+        drop(locks.lock("a").await.expect("free"));
         // There are two, and never a third.
         let locks = opened(&format!("{url}?replicas=3&request_limit=200ms")).await;
         let error = locks.lock("a").await.expect_err("not confirmed");

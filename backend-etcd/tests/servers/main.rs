@@ -4,6 +4,7 @@
 mod access;
 mod cluster;
 mod etcdctl;
+mod examine;
 mod queue;
 mod support;
 
@@ -23,7 +24,14 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // They wait more than they work.
     arguments.test_threads.get_or_insert(4);
-    let tests = [etcdctl::TESTS, cluster::TESTS, access::TESTS, queue::TESTS].concat();
+    let tests = [
+        etcdctl::TESTS,
+        cluster::TESTS,
+        access::TESTS,
+        queue::TESTS,
+        examine::TESTS,
+    ]
+    .concat();
     let trials = tests.into_iter().map(trial).collect();
     libtest_mimic::run(&arguments, trials).exit_code()
 }

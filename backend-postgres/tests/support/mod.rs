@@ -15,8 +15,8 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 /// A server with these settings, or the end of the test.
 macro_rules! server {
     ($($setting:expr),*) => {{
-        leasehold_conformance::skip_without!(PostgresServer::missing());
-        PostgresServer::start([""; 0].into_iter().chain([$($setting),*])).await.unwrap()
+        leasehold_conformance::skip_without!(leasehold_conformance::fixtures::postgres::PostgresServer::missing());
+        leasehold_conformance::fixtures::postgres::PostgresServer::start([""; 0].into_iter().chain([$($setting),*])).await.unwrap()
     }};
 }
 pub(crate) use server;

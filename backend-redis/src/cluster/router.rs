@@ -194,6 +194,13 @@ impl Cluster {
         }
     }
 
+    /// The clients of all nodes that have slots.
+    pub(crate) fn of_owners(self: &Arc<Self>) -> Result<Vec<Arc<Client>>> {
+        let topology = self.topology.borrow().clone();
+        let owners = topology.owners().iter();
+        owners.map(|node| self.client(node)).collect()
+    }
+
     /// Whether replicas must confirm grants and renewals.
     pub(crate) fn replicas_are_asked(&self) -> bool {
         self.options.replicas > 0

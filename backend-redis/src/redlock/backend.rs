@@ -6,13 +6,14 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key,
-    Moment, Result, Tokens, Wakeup,
+    Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
+    Holder, Key, Moment, Result, Tokens, Wakeup,
 };
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use super::acquire::acquire;
+use super::examine::examine;
 use super::fanout::Fanout;
 use super::node::Reply;
 use super::options::RedlockOptions;
@@ -35,6 +36,8 @@ pub(super) struct Nodes {
     pub(super) quorum: Quorum<RemoteNode, SystemTimes>,
     pub(super) queues: Arc<Queues>,
     pub(super) max_ttl: Duration,
+    /// Nodes without data are kept from voting.
+    pub(super) restart_guard: bool,
     /// A node without data was met.
     untended: Arc<AtomicBool>,
     /// Somebody seeds nodes already.
@@ -42,10 +45,12 @@ pub(super) struct Nodes {
 }
 
 impl Redlock {
-    /// What these locks promise, whatever the servers.
+    /// What these locks promise, whatever the servers: with 3 of them. Of 5 and 7 more may be lost, as
+    /// each client [says](Backend::guarantees).
     pub const GUARANTEES: Guarantees = {
         let mut guarantees = Guarantees::new(Expiry::Lease, *Claim::TTL_RANGE.start());
         guarantees.consistency = Consistency::Quorum;
+        guarantees.node_losses = 1;
         guarantees.fairness = Fairness::None;
         guarantees.wakeup = Wakeup::Push;
         guarantees.tokens = Tokens::UntilDataLoss;
@@ -103,6 +108,7 @@ impl Redlock {
             quorum: Quorum::new(nodes, SystemTimes, pause),
             queues,
             max_ttl: options.max_ttl,
+            restart_guard: options.restart_guard,
             untended,
             tending: AtomicBool::new(false),
         });
@@ -115,7 +121,10 @@ impl Redlock {
 #[async_trait]
 impl Backend for Redlock {
     fn guarantees(&self) -> Guarantees {
-        Self::GUARANTEES
+        let mut guarantees = Self::GUARANTEES;
+        let spare = self.nodes.quorum.nodes().len() - self.nodes.quorum.majority();
+        guarantees.node_losses = u32::try_from(spare).unwrap_or(u32::MAX);
+        guarantees
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
@@ -184,6 +193,10 @@ impl Backend for Redlock {
         // Fewer were left over from a release or a failed attempt: nobody held the lock by them.
         let silent = all.len() - answered;
         Ok(evicted > 0 && evicted + silent >= self.nodes.quorum.majority())
+    }
+
+    async fn examine(&self, ttl: Duration) -> Result<Examination> {
+        examine(&self.nodes, ttl).await
     }
 
     async fn close(&self) -> Result<()> {
@@ -322,7 +335,7 @@ impl Drop for Tending {
     }
 }
 
-fn unreached(nodes: usize) -> Error {
+pub(super) fn unreached(nodes: usize) -> Error {
     Error::new(
         ErrorKind::Unavailable,
         format!("no majority of {nodes} nodes can be reached"),

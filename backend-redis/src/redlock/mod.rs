@@ -2,6 +2,7 @@
 
 mod acquire;
 mod backend;
+mod examine;
 mod fanout;
 mod hold;
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use leasehold_core::{Claim, Error, ErrorKind, Holder, Key, Moment, Result, Token};
+use leasehold_core::{Claim, Error, ErrorKind, Examination, Holder, Key, Moment, Result, Token};
 use redis::{Cmd, RedisError, Script, Value};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -17,6 +17,7 @@ use super::sent::Sent;
 use crate::client::Client;
 use crate::connection::{Connection, no_runtime};
 use crate::error;
+use crate::examine::Answers;
 use crate::script::{self, RENEW};
 
 /// A Redis server as a node.
@@ -100,6 +101,18 @@ impl RemoteNode {
 
     pub(super) fn address(&self) -> &str {
         &self.0.client.address
+    }
+
+    /// What it says of itself, and how it stands with its data.
+    pub(super) fn examine(&self) -> Reply<(Examination, Answers, Standing)> {
+        let (node, remote) = (self.clone(), self.0.clone());
+        self.send(self.0.limit, async move {
+            let connection = remote.client.connection().await?;
+            let mut examination = Examination::new();
+            let answers = Answers::ask(&remote.client, &connection, &mut examination).await?;
+            let standing = node.look().await?;
+            Ok((examination, answers, standing))
+        })
     }
 
     /// The number of its connection, if that is up.

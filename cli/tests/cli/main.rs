@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by it")]
 
 mod docs;
+mod judging;
 mod lost;
 mod operators;
 mod run;
@@ -35,6 +36,11 @@ fn main() -> ExitCode {
         docs::manual_pages_render,
         docs::completions_are_for_the_shell,
         docs::a_reader_that_leaves_early_is_no_failure,
+        judging::choose_shows_every_kind_of_store,
+        judging::choose_says_which_do_what_is_needed,
+        judging::doctor_has_nothing_against_the_default_store,
+        judging::doctor_says_what_makes_postgresql_unusable,
+        judging::doctor_says_why_a_store_is_not_reached,
         lost::case_28_is_ended_when_the_lock_is_taken_away,
         lost::a_stopped_child_is_ended_too,
         operators::status_shows_who_holds,
@@ -69,6 +75,8 @@ fn main() -> ExitCode {
     ];
     let missing = RedisServer::missing();
     let on_redis = trials![
+        judging::doctor_examines_redis,
+        judging::doctor_says_what_makes_redis_unusable,
         lost::case_28_is_ended_when_the_lock_is_taken_away_on_redis,
         lost::case_28_is_ended_before_a_silent_store_lets_go,
         lost::a_short_silence_is_lived_through,

@@ -159,9 +159,16 @@ pub(crate) struct RedisServer {
 
 impl RedisServer {
     pub(crate) fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// With these arguments beside the usual ones.
+    pub(crate) fn start_with(arguments: &[&str]) -> Self {
         let server = Runtime::new()
             .unwrap()
-            .block_on(fixtures::redis::RedisServer::start([""; 0]));
+            .block_on(fixtures::redis::RedisServer::start(
+                arguments.iter().copied(),
+            ));
         Self {
             server: server.unwrap(),
         }

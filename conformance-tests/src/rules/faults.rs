@@ -100,7 +100,14 @@ pub(super) const F5: Rule = Rule {
 pub(super) const F6: Rule = Rule {
     id: "F6",
     title: "the leader is killed: held or lost in time, and locks go on",
-    checks: &[check!("three nodes", [Members], leader_is_killed)],
+    checks: &[
+        check!(
+            "what is held goes to nobody else",
+            [Members, Majority],
+            held_through_a_loss
+        ),
+        check!("locks go on", [Members, NodeLoss], locks_go_on_after_a_loss),
+    ],
 };
 
 pub(super) const F7: Rule = Rule {
@@ -441,7 +448,33 @@ async fn orphan_ends(client: &dyn Backend, key: &Key, ttl: Duration) -> anyhow::
     Ok(())
 }
 
-async fn leader_is_killed(cx: Cx) -> anyhow::Result<()> {
+async fn held_through_a_loss(cx: Cx) -> anyhow::Result<()> {
+    let (cx, control) = own_servers(&cx).await?;
+    let ttl = cx.steady_ttl();
+    let (locks, other, key) = (
+        noticing(cx.client().await?, ttl),
+        cx.locks().await?,
+        cx.key(),
+    );
+    let guard = locks.lock(&key).await?;
+    control.kill_leader_of(&key).await?;
+    let patient = other.with_wait(None);
+    tokio::select! {
+        biased;
+        taken = until_locked(&patient, &key) => {
+            let taken = taken?;
+            ensure!(!guard.is_held(), "two hold {key}");
+            taken.release().await?;
+        }
+        () = guard.lost() => {}
+        () = tokio::time::sleep(ttl * 2) => {
+            ensure!(guard.is_held(), "neither held nor lost");
+        }
+    }
+    Ok(())
+}
+
+async fn locks_go_on_after_a_loss(cx: Cx) -> anyhow::Result<()> {
     let (cx, control) = own_servers(&cx).await?;
     let ttl = cx.steady_ttl();
     let (locks, other, key) = (
@@ -455,19 +488,9 @@ async fn leader_is_killed(cx: Cx) -> anyhow::Result<()> {
     let limit = after(ttl) + SOON;
     let next = within(limit, "locked again", until_locked(&locks, &cx.key())).await??;
     next.release().await?;
+    // Lost or not: if nobody keeps it, it is free in time.
+    drop(guard);
     let patient = other.with_wait(None);
-    tokio::select! {
-        () = guard.lost() => {}
-        taken = until_locked(&patient, &key) => {
-            let taken = taken?;
-            ensure!(!guard.is_held(), "two hold {key}");
-            taken.release().await?;
-        }
-        () = tokio::time::sleep(ttl * 2) => {
-            ensure!(guard.is_held(), "neither held nor lost");
-            guard.release().await?;
-        }
-    }
     let last = within(limit, "the key goes on", until_locked(&patient, &key)).await??;
     last.release().await?;
     Ok(())

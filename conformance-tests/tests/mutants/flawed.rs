@@ -31,6 +31,8 @@ pub(crate) enum Flaw {
     NeverExpires,
     /// The same, and forgets releases.
     KeepsForEver,
+    /// Keeps locks for 30 s at least, and says that it lets go earlier.
+    ClaimsAShortTtl,
     /// Goes on acquiring when the future is dropped.
     AcquiresInATask,
     /// Folds upper and lower case.
@@ -195,6 +197,10 @@ impl Backend for Client {
                 inner.ttl = *Claim::TTL_RANGE.end();
                 self.memory().acquire(&inner).await
             }
+            Flaw::ClaimsAShortTtl => {
+                inner.ttl = inner.ttl.max(Duration::from_secs(30));
+                self.memory().acquire(&inner).await
+            }
             Flaw::AcquiresInATask => {
                 let memory = self.memory().clone();
                 let task = tokio::spawn(async move { memory.acquire(&inner).await });
@@ -320,9 +326,10 @@ impl FlawedHold {
     fn new(client: Client, claim: &Claim, sent: Moment, mut inner: Box<dyn Hold>) -> Self {
         let validity = match client.flaw {
             Flaw::BelievesTooLong => Validity::new(sent, claim.ttl * 100),
-            Flaw::NeverExpires | Flaw::KeepsForEver | Flaw::RenewsNothing => {
-                Validity::new(sent, claim.ttl)
-            }
+            Flaw::NeverExpires
+            | Flaw::KeepsForEver
+            | Flaw::ClaimsAShortTtl
+            | Flaw::RenewsNothing => Validity::new(sent, claim.ttl),
             Flaw::EndsAllOnRelease => client.session.child(),
             _ => inner.validity().clone(),
         };
@@ -375,7 +382,10 @@ impl Hold for FlawedHold {
         let sent = Moment::now();
         match self.client.flaw {
             Flaw::RenewsNothing => {}
-            Flaw::BelievesTooLong | Flaw::NeverExpires | Flaw::KeepsForEver => {
+            Flaw::BelievesTooLong
+            | Flaw::NeverExpires
+            | Flaw::KeepsForEver
+            | Flaw::ClaimsAShortTtl => {
                 self.inner().renew().await?;
             }
             _ => return self.inner().renew().await,

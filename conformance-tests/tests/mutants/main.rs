@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use flawed::{Flaw, Flawed};
-use leasehold_conformance::{Harness, Outcome, RULES, be_child, judge};
+use leasehold_conformance::{Harness, Outcome, RULES, be_child, judge, promised_fields};
 use leasehold_core::{Backend, Memory};
 use libtest_mimic::{Arguments, Failed, Trial};
 use server::{Flaw as ServerFlaw, Served};
@@ -70,6 +70,30 @@ const MUTANTS: &[(&str, Mutant)] = &[
     ("F9", Mutant::Server(ServerFlaw::BelievesLateGrants)),
 ];
 
+/// For each field of `Guarantees` one that claims more than it keeps, and the rule that must catch it.
+/// `expiry`, `fairness` and `wakeup`: the memory backend claims the most.
+const CLAIMS: &[(&str, &str, Mutant)] = &[
+    (
+        "consistency",
+        "F6",
+        Mutant::Server(ServerFlaw::ClaimsAMajority),
+    ),
+    (
+        "node_losses",
+        "F6",
+        Mutant::Server(ServerFlaw::ClaimsASpare),
+    ),
+    ("expiry", "C4", Mutant::Memory(Flaw::NeverExpires)),
+    ("shortest_ttl", "C4", Mutant::Memory(Flaw::ClaimsAShortTtl)),
+    ("fairness", "C8", Mutant::Memory(Flaw::Polls)),
+    ("wakeup", "C20", Mutant::Memory(Flaw::WakesAll)),
+    (
+        "tokens",
+        "F3",
+        Mutant::Server(ServerFlaw::ClaimsDurableTokens),
+    ),
+];
+
 /// Checks that fail for none of them, and why.
 const WITHOUT: &[(&str, &str, &str)] = &[
     ("C6", "no name, and one too long", BY_CORE),
@@ -101,11 +125,19 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // They wait more than they work.
     arguments.test_threads.get_or_insert(16);
-    let trials = MUTANTS.iter().map(|&(rule, mutant)| {
+    let mut trials = vec![Trial::test(
+        "every field of the guarantees has a mutant",
+        every_field_has_one,
+    )];
+    trials.extend(CLAIMS.iter().map(|&(field, rule, mutant)| {
+        let name = format!("{field}: {rule} catches {mutant:?}");
+        Trial::test(name, move || catches(rule, mutant))
+    }));
+    trials.extend(MUTANTS.iter().map(|&(rule, mutant)| {
         let name = format!("{rule} catches {mutant:?}");
         Trial::test(name, move || catches(rule, mutant))
-    });
-    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    }));
+    let conclusion = libtest_mimic::run(&arguments, trials);
     let all = !arguments.list && arguments.filter.is_none() && arguments.skip.is_empty();
     if all && !every_check_catches_one() {
         return ExitCode::FAILURE;
@@ -154,6 +186,14 @@ fn every_check_catches_one() -> bool {
         }
     }
     all
+}
+
+fn every_field_has_one() -> Result<(), Failed> {
+    let claimed: BTreeSet<&str> = CLAIMS.iter().map(|(field, ..)| *field).collect();
+    if claimed != promised_fields() {
+        return Err(format!("{claimed:?} in place of {:?}", promised_fields()).into());
+    }
+    Ok(())
 }
 
 /// What a server with this flaw keeps its locks in.

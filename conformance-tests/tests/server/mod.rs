@@ -23,8 +23,8 @@ use async_trait::async_trait;
 use leasehold_conformance::fixtures::{Missing, Process};
 use leasehold_conformance::{Control, Harness, Store};
 use leasehold_core::{
-    Backend, Claim, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key, Moment,
-    Result, Token, Validity, Wakeup,
+    Backend, Claim, Consistency, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key,
+    Moment, Result, Token, Tokens, Validity, Wakeup,
 };
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -62,10 +62,16 @@ pub(crate) enum Flaw {
     ConstantToken,
     /// The server is said to keep its data and does not.
     ForgetsTokens,
+    /// The server forgets its tokens when it restarts, and the client says that they last.
+    ClaimsDurableTokens,
+    /// The client says that a majority decides; the one server is replaced by one that knows nothing.
+    ClaimsAMajority,
+    /// The client says that a server may be lost; there is only one.
+    ClaimsASpare,
 }
 
 impl Flaw {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 16] = [
         Self::None,
         Self::NeverExpires,
         Self::KeepsOrphans,
@@ -79,6 +85,9 @@ impl Flaw {
         Self::MissesWakeUps,
         Self::ConstantToken,
         Self::ForgetsTokens,
+        Self::ClaimsDurableTokens,
+        Self::ClaimsAMajority,
+        Self::ClaimsASpare,
     ];
 
     fn named(name: &str) -> Self {
@@ -142,6 +151,25 @@ impl Control for Running {
 
     fn keeps_data(&self) -> bool {
         self.1 == Flaw::ForgetsTokens
+    }
+
+    /// Two of them are only said to be there.
+    fn members(&self) -> usize {
+        match self.1 {
+            Flaw::ClaimsAMajority | Flaw::ClaimsASpare => 3,
+            _ => 1,
+        }
+    }
+
+    async fn kill_leader(&self) -> anyhow::Result<()> {
+        match self.1 {
+            // As if it had failed over to a replica that had nothing yet.
+            Flaw::ClaimsAMajority => self.0.restart().await,
+            _ => {
+                self.0.kill();
+                Ok(())
+            }
+        }
     }
 }
 
@@ -321,6 +349,12 @@ impl Backend for Client {
         let mut guarantees = Guarantees::new(Expiry::Lease, SHORTEST);
         guarantees.fairness = Fairness::Fifo;
         guarantees.wakeup = Wakeup::Push;
+        match self.flaw {
+            Flaw::ClaimsDurableTokens => guarantees.tokens = Tokens::Durable,
+            Flaw::ClaimsAMajority => guarantees.consistency = Consistency::Quorum,
+            Flaw::ClaimsASpare => guarantees.node_losses = 1,
+            _ => {}
+        }
         guarantees
     }
 

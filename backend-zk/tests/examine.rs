@@ -1,0 +1,87 @@
+//! What servers say of themselves, set up well and otherwise.
+
+mod support;
+
+use std::process::ExitCode;
+
+use anyhow::{Context as _, ensure};
+use leasehold_conformance::fixtures::zookeeper::ZooKeeperEnsemble;
+use leasehold_core::{Backend as _, Examination, Locks, Severity};
+use support::{LONG, client, run};
+
+fn main() -> ExitCode {
+    support::main(
+        ZooKeeperEnsemble::missing(),
+        &[
+            ("a_single_server_that_cuts_sessions_is_warned_of", || {
+                run(single_server())
+            }),
+            ("three_servers_are_as_they_should_be", || {
+                run(three_servers())
+            }),
+        ],
+    )
+}
+
+async fn examined(servers: &str) -> anyhow::Result<(Examination, u32)> {
+    let zookeeper = client(servers).await?;
+    let losses = zookeeper.guarantees().node_losses;
+    let locks = Locks::new(zookeeper).with_ttl(LONG);
+    Ok((locks.examine().await?, losses))
+}
+
+fn found(examination: &Examination) -> Vec<(Severity, &'static str)> {
+    let findings = examination.findings.iter();
+    findings.map(|it| (it.severity, it.id)).collect()
+}
+
+async fn single_server() -> anyhow::Result<()> {
+    let servers = ZooKeeperEnsemble::start(1, "maxSessionTimeout=4000").await?;
+    let (examination, losses) = examined(&servers.servers()).await?;
+    ensure!(losses == 0, "{losses}");
+    let expected = [
+        (Severity::Warning, "session-cut"),
+        (Severity::Warning, "too-few-servers"),
+    ];
+    ensure!(found(&examination) == expected, "{examination:?}");
+    ensure!(
+        examination.findings[0].what.contains("4s"),
+        "{examination:?}"
+    );
+    Ok(())
+}
+
+async fn three_servers() -> anyhow::Result<()> {
+    let servers = ZooKeeperEnsemble::start(3, "4lw.commands.whitelist=srvr").await?;
+    let (examination, losses) = examined(&servers.servers()).await?;
+    ensure!(losses == 1, "{losses}");
+    ensure!(examination.findings.is_empty(), "{examination:?}");
+    let (whole, each) = examination.servers.split_last().context("servers")?;
+    ensure!(whole.round_trip.is_some(), "{whole:?}");
+    let off = whole.clock_ahead_ms.context("a clock")?;
+    ensure!(off.unsigned_abs() < 10_000, "the same clock: {off} ms");
+    ensure!(each.len() == 3, "{examination:?}");
+    for server in each {
+        let version = server.version.as_deref().context("a version")?;
+        ensure!(version.starts_with("3."), "{version}");
+    }
+
+    let (examination, losses) = examined(&servers.server(0)).await?;
+    ensure!(losses == 0, "nobody to turn to");
+    let expected = [(Severity::Warning, "servers-not-named")];
+    ensure!(found(&examination) == expected, "{examination:?}");
+
+    let leads = servers.leader().await?;
+    let follower = (leads + 1) % 3;
+    servers.member(follower).kill();
+    let (examination, losses) = examined(&servers.servers()).await?;
+    ensure!(losses == 1, "as many as three bear: {losses}");
+    let expected = [(Severity::Warning, "server-down")];
+    ensure!(found(&examination) == expected, "{examination:?}");
+    ensure!(
+        examination.findings[0]
+            .what
+            .contains(&servers.server(follower))
+    );
+    Ok(())
+}
