@@ -10,8 +10,8 @@ use async_trait::async_trait;
 use leasehold_conformance::fixtures::Missing;
 use leasehold_conformance::{Control, Harness, Store};
 use leasehold_core::{
-    Backend, Claim, Error, ErrorKind, Guarantees, Hold, Holder, Key, Memory, Moment, Result, Token,
-    Validity,
+    Backend, Claim, Consistency, Error, ErrorKind, Guarantees, Hold, Holder, Key, Memory, Moment,
+    Result, Token, Validity,
 };
 use tokio::sync::Notify;
 use tokio::time::sleep;
@@ -168,7 +168,12 @@ pub(crate) struct Client {
 #[async_trait]
 impl Backend for Client {
     fn guarantees(&self) -> Guarantees {
-        self.memory().guarantees()
+        let mut guarantees = self.memory().guarantees();
+        if self.flaw == Flaw::ForgetsWithItsLeader {
+            guarantees.consistency = Consistency::Quorum;
+            guarantees.node_losses = 1;
+        }
+        guarantees
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {

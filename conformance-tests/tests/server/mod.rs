@@ -272,8 +272,11 @@ impl Server {
         };
         let granted = format!("granted {}", hold.token());
         let answer = async {
-            line.write(&granted).await?;
-            let mine = line.read().await;
+            let asked = line.write(&granted).await;
+            let mine = match asked {
+                Ok(()) => line.read().await,
+                Err(error) => Err(error),
+            };
             if mine.is_err() && self.flaw == Flaw::ServesTheDead {
                 sleep(patience).await;
             }
