@@ -78,7 +78,18 @@ pub(crate) async fn examine(options: &Arc<ZooKeeperOptions>, ttl: Duration) -> R
     judge_session(&session, ttl, &mut examination);
     judge_ensemble(&session, limit, &mut examination).await;
     let mut asking = JoinSet::new();
-    for (index, server) in options.servers().split(',').enumerate() {
+    // The word goes over plain TCP only: where there is TLS, nothing is known of each server.
+    let plain = options.tls().is_none();
+    if !plain {
+        examination.find(
+            Severity::Note,
+            "not-asked",
+            "over TLS no server is asked for its version and mode: whether all of them are up was not judged",
+            "look at each with ZooKeeper's own tools",
+        );
+    }
+    let asked = options.servers().split(',').filter(|_| plain);
+    for (index, server) in asked.enumerate() {
         let server = server.to_owned();
         let _task = asking.spawn(async move { (index, status(&server, limit).await, server) });
     }
