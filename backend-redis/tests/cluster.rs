@@ -33,7 +33,7 @@ async fn connect(cluster: &RedisCluster) -> Redis {
 async fn node(cluster: &RedisCluster, node: usize) -> MultiplexedConnection {
     let url = format!("redis://127.0.0.1:{}", cluster.port(node));
     let client = redis::Client::open(url).unwrap();
-    client.get_multiplexed_async_connection().await.unwrap()
+    support::patient(&client).await.unwrap()
 }
 
 /// What a node answers.

@@ -111,5 +111,12 @@ async fn buy(store: &mut MultiplexedConnection) {
 
 async fn connect(url: &str) -> MultiplexedConnection {
     let client = redis::Client::open(url).unwrap();
-    client.get_multiplexed_async_connection().await.unwrap()
+    // The machine may be busy: answers are waited for.
+    let config = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(None)
+        .set_response_timeout(None);
+    client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await
+        .unwrap()
 }

@@ -363,7 +363,7 @@ fn stopped_client(
                 drop(spawn(&client, waiting("a", ttl)));
             }
             let raw = redis::Client::open(url).unwrap();
-            let mut raw = raw.get_multiplexed_async_connection().await.unwrap();
+            let mut raw = patient(&raw).await.unwrap();
             let mut zcard = redis::cmd("ZCARD");
             zcard.arg("lock:leasehold:queue:a");
             while zcard.query_async::<usize>(&mut raw).await.unwrap() < waiters {
@@ -398,7 +398,7 @@ fn a_grant_that_meets_a_stopped_process_is_not_believed_later() {
         let mut waiter = stopping.acquire(&claim);
         runtime.block_on(async {
             let raw = redis::Client::open(url).unwrap();
-            let mut raw = raw.get_multiplexed_async_connection().await.unwrap();
+            let mut raw = patient(&raw).await.unwrap();
             let mut zcard = redis::cmd("ZCARD");
             zcard.arg("lock:leasehold:queue:a");
             while zcard.query_async::<usize>(&mut raw).await.unwrap() < 1 {

@@ -75,7 +75,18 @@ pub(crate) async fn connect(server: &RedisServer) -> Redis {
 /// The server as any other program sees it.
 pub(crate) async fn raw(server: &RedisServer) -> Raw {
     let client = redis::Client::open(server.url()).unwrap();
-    Raw(client.get_multiplexed_async_connection().await.unwrap())
+    Raw(patient(&client).await.unwrap())
+}
+
+/// A connection that waits for its answers as long as they take: the library's own limit is half a
+/// second, and the machine may be busy.
+pub(crate) async fn patient(client: &redis::Client) -> RedisResult<MultiplexedConnection> {
+    let config = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(None)
+        .set_response_timeout(None);
+    client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await
 }
 
 #[derive(Clone)]
@@ -269,7 +280,7 @@ pub(crate) async fn fill(raw: &mut Raw) {
 pub(crate) async fn until_loading(server: &RedisServer) {
     let client = redis::Client::open(server.url()).unwrap();
     until("it loads its data", async || {
-        let Ok(mut connection) = client.get_multiplexed_async_connection().await else {
+        let Ok(mut connection) = patient(&client).await else {
             return false;
         };
         let answer: RedisResult<String> = redis::cmd("GET")
