@@ -63,7 +63,11 @@ async fn a_restart_of_all_nodes_with_persistence_loses_nothing() {
     let options = options.with_max_ttl(LONG).with_node_timeout(SOON);
     // They are new, too, and would not vote yet.
     let seeding = redlock(redlock_options(&servers)).await;
-    drop(granted(&seeding, &claim("b", Duration::from_millis(10))).await);
+    granted(&seeding, &claim("b", LONG))
+        .await
+        .release()
+        .await
+        .unwrap();
     let client = redlock(options.clone()).await;
     let mut hold = granted(&client, &claim("a", LONG)).await;
     until_voted(&servers, "a").await;

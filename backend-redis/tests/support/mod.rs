@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_core::{Backend, Claim, Error, ErrorKind, Hold, Key, Moment, OwnerId, Result};
-use leasehold_redis::{Redis, Redlock, RedlockOptions};
+use leasehold_redis::{Redis, RedisOptions, Redlock, RedlockOptions};
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, RedisResult};
 
@@ -53,6 +53,7 @@ pub(crate) fn for_new(options: RedlockOptions) -> RedlockOptions {
         .with_max_ttl(LONG)
         // The machine may be busy.
         .with_node_timeout(SOON)
+        .with_connect_timeout(SOON)
 }
 
 pub(crate) async fn redlock(options: RedlockOptions) -> Redlock {
@@ -69,7 +70,10 @@ pub(crate) async fn raws(servers: &[RedisServer]) -> Vec<Raw> {
 }
 
 pub(crate) async fn connect(server: &RedisServer) -> Redis {
-    Redis::connect(server.url()).await.unwrap()
+    let options = RedisOptions::new(server.url()).unwrap();
+    // The machine may be busy.
+    let options = options.with_connect_timeout(SOON);
+    Redis::connect_with(options).await.unwrap()
 }
 
 /// The server as any other program sees it.
