@@ -59,13 +59,8 @@ mod tests {
     }
 
     #[test]
-    fn a_million_names_never_meet_and_none_lies_in_anothers_folder() {
-        let folders = leasehold_conformance::names_never_meet(|key| folder("locks/", key));
-        // In order, what begins with one comes right behind it.
-        let inside = folders
-            .windows(2)
-            .find(|pair| pair[1].starts_with(&pair[0]));
-        assert_eq!(inside, None);
+    fn a_million_names_never_meet() {
+        leasehold_conformance::names_never_meet(|key| folder("locks/", key));
     }
 
     proptest! {
@@ -74,6 +69,7 @@ mod tests {
         fn a_name_can_be_read_back(name in "([/%]|%2F|%25|[a-z]|\\PC|(?s:.)){1,12}") {
             let folder = of(&name);
             let written = folder.strip_prefix("locks/").and_then(|it| it.strip_suffix('/')).unwrap();
+            // So none lies in another's.
             prop_assert!(!written.contains('/'), "{written}");
             let mut read = String::new();
             let mut parts = written.split('%');
