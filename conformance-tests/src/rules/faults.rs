@@ -393,8 +393,8 @@ async fn orphan_of_a_dropped_acquire(cx: Cx) -> anyhow::Result<()> {
     let (line, client) = cx.line().await?;
     let (other, key) = (cx.client().await?, cx.key());
     let locks = noticing(client, ttl);
-    // Connected and warm.
-    locks.lock(cx.key()).await?.release().await?;
+    // Connected and warm, to the server that this key is on.
+    locks.lock(&key).await?.release().await?;
     other.holder(&key).await?;
     line.set(Flow::LoseReplies);
     {
@@ -414,7 +414,7 @@ async fn orphan_of_a_client_that_goes_on(cx: Cx) -> anyhow::Result<()> {
     let (line, client) = cx.line().await?;
     let (other, key) = (cx.client().await?, cx.key());
     let locks = noticing(client, ttl);
-    locks.lock(cx.key()).await?.release().await?;
+    locks.lock(&key).await?.release().await?;
     line.set(Flow::LoseReplies);
     let lock = within(after(ttl), "an acquire gives up", locks.lock(&key)).await?;
     fails(ErrorKind::Unavailable, "an acquire without answers", lock)?;
