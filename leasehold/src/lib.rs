@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod blocking;
 mod candidate;
 mod choose;
 mod nearest;
