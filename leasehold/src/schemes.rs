@@ -10,7 +10,7 @@ mod zk;
 
 use std::pin::Pin;
 
-use leasehold_core::{Locks, Result};
+use leasehold_core::{Backend, Result};
 
 use crate::setting::Setting;
 
@@ -46,7 +46,7 @@ pub(crate) struct Scheme {
     pub(crate) open: Option<fn(Address) -> Opening>,
 }
 
-pub(crate) type Opening = Pin<Box<dyn Future<Output = Result<Locks>> + Send>>;
+pub(crate) type Opening = Pin<Box<dyn Future<Output = Result<Box<dyn Backend>>> + Send>>;
 
 /// What a URL says to a store.
 pub(crate) struct Address {

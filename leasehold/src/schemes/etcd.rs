@@ -31,7 +31,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let etcd = leasehold_etcd::Etcd::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(etcd))
+        Ok(Box::new(etcd) as Box<dyn leasehold_core::Backend>)
     })
 }
 

@@ -73,7 +73,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let redis = leasehold_redis::Redis::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(redis))
+        Ok(Box::new(redis) as Box<dyn leasehold_core::Backend>)
     })
 }
 

@@ -34,7 +34,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let zookeeper = leasehold_zk::ZooKeeper::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(zookeeper))
+        Ok(Box::new(zookeeper) as Box<dyn leasehold_core::Backend>)
     })
 }
 
