@@ -8,9 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use leasehold::backend::{Backend, Claim, Hold};
+use leasehold::backend::{Backend, Claim, Hold, Validity};
 use leasehold::blocking::{self, Guard, Locks};
-use leasehold::{Error, ErrorKind, Guarantees, Holder, Key, Memory, Need, Result};
+use leasehold::{Error, ErrorKind, Guarantees, Holder, Key, Memory, Need, Result, Token};
 use tokio::runtime;
 
 /// How long anything may take that should happen at once, on a busy machine too.
@@ -385,7 +385,7 @@ fn where_a_task_may_block_the_calls_work() {
     });
 }
 
-/// A backend that tells when it is closed and when it is gone.
+/// A backend that is slow to release, and tells when it has, when it is closed and when it is gone.
 #[derive(Debug)]
 struct Telling {
     memory: Memory,
@@ -407,7 +407,9 @@ impl Backend for Telling {
     }
 
     async fn acquire(&self, claim: &Claim) -> Result<Option<Box<dyn Hold>>> {
-        self.memory.acquire(claim).await
+        let tell = self.tell.clone();
+        let hold = self.memory.acquire(claim).await?;
+        Ok(hold.map(|hold| Box::new(Slow { hold, tell }) as Box<dyn Hold>))
     }
 
     async fn holder(&self, key: &Key) -> Result<Option<Holder>> {
@@ -430,17 +432,63 @@ impl Drop for Telling {
     }
 }
 
+#[derive(Debug)]
+struct Slow {
+    hold: Box<dyn Hold>,
+    tell: mpsc::Sender<&'static str>,
+}
+
+#[async_trait]
+impl Hold for Slow {
+    fn token(&self) -> Token {
+        self.hold.token()
+    }
+
+    fn validity(&self) -> &Validity {
+        self.hold.validity()
+    }
+
+    async fn renew(&mut self) -> Result<()> {
+        self.hold.renew().await
+    }
+
+    async fn release(&mut self) -> Result<()> {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        self.hold.release().await?;
+        self.tell.send("released").unwrap();
+        Ok(())
+    }
+}
+
+#[test]
+fn a_drop_waits_for_the_release() {
+    let (telling, told) = Telling::new();
+    let locks = blocking::connect(async { Ok(telling) }).unwrap();
+    drop(locks.lock("a").unwrap());
+    assert_eq!(told.try_recv(), Ok("released"));
+    drop(locks.lock_all(["a", "b"]).unwrap());
+    assert_eq!([told.try_recv(), told.try_recv()], [Ok("released"); 2]);
+    // Also while the thread panics.
+    let guard = locks.lock("a").unwrap();
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let _guard = guard;
+        panic!("as it should");
+    }));
+    panicked.unwrap_err();
+    assert_eq!(told.try_recv(), Ok("released"));
+}
+
 /// Whatever is left last keeps everything alive, wherever it is dropped.
 #[test]
 fn what_is_left_last_ends_it_all() {
     type Take = fn(&Locks) -> Box<dyn Send>;
-    let left: [Take; 4] = [
-        |locks| Box::new(locks.clone()),
-        |locks| Box::new(locks.owner()),
-        |locks| Box::new(locks.lock("a").unwrap()),
-        |locks| Box::new(locks.lock_all(["a", "b"]).unwrap()),
+    let left: [(Take, usize); 4] = [
+        (|locks| Box::new(locks.clone()), 0),
+        (|locks| Box::new(locks.owner()), 0),
+        (|locks| Box::new(locks.lock("a").unwrap()), 1),
+        (|locks| Box::new(locks.lock_all(["a", "b"]).unwrap()), 2),
     ];
-    for left in left {
+    for (left, held) in left {
         for in_async in [false, true] {
             let (telling, told) = Telling::new();
             let locks = blocking::connect(async { Ok(telling) }).unwrap();
@@ -453,12 +501,12 @@ fn what_is_left_last_ends_it_all() {
             } else {
                 drop(last);
             }
+            for _ in 0..held {
+                assert_eq!(told.recv_timeout(LIMIT), Ok("released"));
+            }
             assert_eq!(told.recv_timeout(LIMIT), Ok("closed"));
             assert_eq!(told.recv_timeout(LIMIT), Ok("gone"));
-            assert_eq!(
-                told.recv_timeout(LIMIT),
-                Err(mpsc::RecvTimeoutError::Disconnected)
-            );
+            assert!(told.recv_timeout(LIMIT).is_err(), "nobody tells any more");
         }
     }
 }
