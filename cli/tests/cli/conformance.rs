@@ -41,9 +41,10 @@ fn keeps_its_promises(home: &Home, args: &str) {
 
 /// Ends as Ctrl-C ends it, in the middle of a check that takes long, with locks held.
 fn leaves_by_ctrl_c(home: &Home, args: &str, is_under_way: impl Fn() -> bool) {
+    let said = home.path("said");
     let mut running = Running::start(
         home.leasehold(&format!("conformance C10 C15 C9 {args}"))
-            .stdout(Stdio::null())
+            .stdout(fs::File::create(&said).unwrap())
             .stderr(Stdio::null()),
     );
     eventually("it writes something", || is_under_way().then_some(()));
@@ -51,6 +52,11 @@ fn leaves_by_ctrl_c(home: &Home, args: &str, is_under_way: impl Fn() -> bool) {
     assert!(!family.is_empty(), "the suite is a process of its own");
     running.signal(Signal::SIGINT);
     assert_eq!(running.end().code(), Some(130));
+    let said = fs::read_to_string(said).unwrap();
+    assert!(
+        !said.contains("test result"),
+        "it was not ended, but ran on: {said}"
+    );
     for process in family {
         eventually("all of it is gone", || is_gone(pid(process)).then_some(()));
     }
