@@ -737,6 +737,7 @@ async fn a_process_that_is_busy_keeps_the_next_grant_when_the_last_is_evicted() 
             last.release().await.unwrap();
             let guard = locks.lock("job").await.unwrap();
             busy.send(()).unwrap();
+            #[expect(clippy::disallowed_methods, reason = "it is to be busy")]
             std::thread::sleep(Duration::from_secs(1));
             guard.release().await
         })
