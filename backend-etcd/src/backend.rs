@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use etcd_client::{
-    Compare, CompareOp, GetOptions, KeyValue, LeaseTimeToLiveOptions, SortOrder, SortTarget, Txn,
-    TxnOp,
+    Compare, CompareOp, DeleteOptions, GetOptions, KeyValue, LeaseTimeToLiveOptions, SortOrder,
+    SortTarget, Txn, TxnOp,
 };
 use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
@@ -205,6 +205,23 @@ impl Backend for Etcd {
 
     async fn examine(&self, _ttl: Duration) -> Result<Examination> {
         Ok(examine(&*self.link()?, &self.options).await)
+    }
+
+    async fn erase(&self) -> Result<()> {
+        if self.options.prefix.is_empty() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "without a prefix everything in the cluster would be removed: give one",
+            ));
+        }
+        let request = |channel: Arc<Channel>, _| {
+            let prefix = self.options.prefix.clone();
+            let all = DeleteOptions::new().with_prefix();
+            async move { channel.kv.clone().delete(prefix, Some(all)).await }
+        };
+        let link = self.link()?;
+        link.endpoints.request(REQUEST_LIMIT, request).await?;
+        Ok(())
     }
 
     async fn close(&self) -> Result<()> {

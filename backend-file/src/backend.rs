@@ -150,15 +150,15 @@ impl Backend for Folder {
         Ok(held.map(|(grant, token)| grant.to_holder(token)))
     }
 
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        Ok(examine(&self.inner.path))
+    }
+
     /// Asks the holder to let go, and waits until it has: it looks every 50 ms.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if it still holds the lock after 2 s, which is so if its process is
     /// stopped or hangs. The request stays: it lets go as soon as it runs on.
-    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
-        Ok(examine(&self.inner.path))
-    }
-
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
         let names = Names::new(&self.inner.path, key);
         let watch = &self.inner.watch;
@@ -194,6 +194,12 @@ impl Backend for Folder {
                 found.pid
             ),
         ))
+    }
+
+    /// Removes the folder too, unless there is something in it that is none of ours.
+    async fn erase(&self) -> Result<()> {
+        let path = &self.inner.path;
+        remove_ours(path, self.inner.watch.marks()).map_err(|error| io_error("remove", path, error))
     }
 
     async fn close(&self) -> Result<()> {
@@ -397,6 +403,21 @@ fn create_marks(folder: &Path, marks: &Path) -> io::Result<()> {
         Ok(()) if cfg!(unix) => fs::set_permissions(marks, folder.metadata()?.permissions()),
         Ok(()) => Ok(()),
     }
+}
+
+fn remove_ours(folder: &Path, marks: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(marks) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let extension = path.extension().and_then(|it| it.to_str());
+        if matches!(extension, Some("lock" | "info")) {
+            fs::remove_file(path)?;
+        }
+    }
+    fs::remove_dir(folder)
 }
 
 /// For people to read; nothing is decided by it.

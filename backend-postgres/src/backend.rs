@@ -141,6 +141,11 @@ impl Backend for Postgres {
         crate::examine::examine(&self.client.common.options, self.client.max_holds).await
     }
 
+    /// There is nothing but the sequence, which others use too: locks leave nothing behind.
+    async fn erase(&self) -> Result<()> {
+        Ok(())
+    }
+
     async fn close(&self) -> Result<()> {
         self.client.sessions.close().await;
         Ok(())

@@ -8,6 +8,7 @@ use redis::Value;
 
 use crate::client::Client;
 use crate::cluster::Cluster;
+use crate::erase::erase;
 use crate::request::Sender;
 use crate::script::{self, HOLDER};
 use crate::servers::Servers;
@@ -119,6 +120,13 @@ impl Backend for Redis {
 
     async fn examine(&self, _ttl: Duration) -> Result<Examination> {
         examine::examine(&self.servers.clients()?).await
+    }
+
+    async fn erase(&self) -> Result<()> {
+        for client in self.servers.clients()? {
+            erase(&client).await?;
+        }
+        Ok(())
     }
 
     async fn close(&self) -> Result<()> {

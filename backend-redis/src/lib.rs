@@ -4,6 +4,7 @@ mod backend;
 mod client;
 mod cluster;
 mod connection;
+mod erase;
 mod error;
 mod examine;
 mod hold;

@@ -10,6 +10,7 @@ use leasehold_core::{
 use tokio::time::sleep;
 use zookeeper_client::Error as Client;
 
+use crate::erase::erase;
 use crate::error;
 use crate::examine::{Ensemble, examine};
 use crate::hold::ZooKeeperHold;
@@ -171,6 +172,12 @@ impl Backend for ZooKeeper {
 
     async fn examine(&self, ttl: Duration) -> Result<Examination> {
         examine(self.sessions.shared_options(), ttl).await
+    }
+
+    /// Its own sessions too are over then.
+    async fn erase(&self) -> Result<()> {
+        self.sessions.close(Self::PATIENCE).await;
+        erase(self.sessions.shared_options()).await
     }
 
     async fn close(&self) -> Result<()> {

@@ -92,6 +92,17 @@ pub(crate) enum Command {
     /// given to two in daily use; and with 118 or 119 if the store is not reached or refuses.
     #[command(after_long_help = DOCTOR_EXAMPLES)]
     Doctor(DoctorArgs),
+    /// Run the rules of the contract on the store, in a place of its own there
+    ///
+    /// Nobody else's locks are touched: everything lies under a prefix, or in a folder, with a random name,
+    /// and is removed at the end, after Ctrl-C too. The servers are left alone: what would stop or restart
+    /// them is listed as ignored, with the reason. It takes a minute or several, and puts load on the
+    /// servers.
+    ///
+    /// Ends with 0 if no rule was broken, else with 1.
+    #[cfg(feature = "conformance")]
+    #[command(after_long_help = CONFORMANCE_EXAMPLES)]
+    Conformance(ConformanceArgs),
     /// Print completions for a shell
     #[command(after_long_help = COMPLETIONS_EXAMPLES)]
     Completions(CompletionsArgs),
@@ -215,6 +226,32 @@ pub(crate) struct DoctorArgs {
     pub(crate) json: bool,
 }
 
+#[cfg(feature = "conformance")]
+#[derive(Debug, Args)]
+pub(crate) struct ConformanceArgs {
+    /// The ids of the rules to run, as in C1 or F5 [default: all]
+    #[arg(value_name = "RULE")]
+    pub(crate) rules: Vec<String>,
+
+    /// Rules to leave out, with commas between them
+    #[arg(long, value_name = "RULES", value_delimiter = ',')]
+    pub(crate) skip: Vec<String>,
+
+    /// The ttl of locks that are to run out [default: 1s, on etcd 3s, on ZooKeeper 4s]
+    ///
+    /// Longer for a slow network or a busy machine.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Option<Duration>,
+
+    /// How many checks run at a time [default: 8]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) threads: Option<u16>,
+
+    /// Show the rules, and run none
+    #[arg(long)]
+    pub(crate) list: bool,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct CompletionsArgs {
     /// The shell
@@ -275,6 +312,13 @@ const DOCTOR_EXAMPLES: &str = "\
 Examples:
   leasehold doctor --url redis://redis.internal
   leasehold doctor --json | jq '.findings[].what'";
+
+#[cfg(feature = "conformance")]
+const CONFORMANCE_EXAMPLES: &str = "\
+Examples:
+  leasehold conformance --url redis://redis.internal
+  leasehold conformance --list
+  leasehold conformance C1 C8 F5 --ttl 5s";
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:

@@ -74,6 +74,23 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
         Ok(Examination::new())
     }
 
+    /// Removes all that there is under the backend's own prefix, tokens too, whoever it belongs to. For
+    /// tests, which use a prefix of their own, and for nothing else; only [`close`](Self::close) follows.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the backend cannot; [`ErrorKind::Invalid`] if the prefix is empty,
+    /// so that it would be everything on the server; [`ErrorKind::Unavailable`] if others are still
+    /// writing there.
+    ///
+    /// # Cancel safety
+    /// If dropped, some of it may be left.
+    async fn erase(&self) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this backend cannot remove what it has left in the store",
+        ))
+    }
+
     /// Gives back what the backend itself keeps: sessions, connections, background tasks. Called
     /// once, after every hold was released.
     ///
@@ -432,6 +449,10 @@ macro_rules! forward {
 
             async fn examine(&self, ttl: Duration) -> Result<Examination> {
                 (**self).examine(ttl).await
+            }
+
+            async fn erase(&self) -> Result<()> {
+                (**self).erase().await
             }
 
             async fn close(&self) -> Result<()> {

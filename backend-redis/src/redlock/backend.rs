@@ -199,6 +199,14 @@ impl Backend for Redlock {
         examine(&self.nodes, ttl).await
     }
 
+    /// On all nodes: one that is not reached keeps what it has.
+    async fn erase(&self) -> Result<()> {
+        for node in self.nodes.quorum.nodes() {
+            node.erase().await?;
+        }
+        Ok(())
+    }
+
     async fn close(&self) -> Result<()> {
         let all = self.nodes.quorum.nodes().iter().cloned();
         let closing = all.map(|node| {

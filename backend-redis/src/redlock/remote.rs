@@ -16,6 +16,7 @@ use super::script::{ACQUIRE, EVICT, FREE, HOLDER, LOOK, PROBE, RAISE, SEED};
 use super::sent::Sent;
 use crate::client::Client;
 use crate::connection::{Connection, no_runtime};
+use crate::erase::erase;
 use crate::error;
 use crate::examine::Answers;
 use crate::script::{self, RENEW};
@@ -181,6 +182,11 @@ impl RemoteNode {
             let connection = remote.client.connection().await?;
             remote.yes(&connection, &EVICT, &call).await
         })
+    }
+
+    /// Removes all that it has under the prefix.
+    pub(super) async fn erase(&self) -> Result<()> {
+        erase(&self.0.client).await
     }
 
     /// Ends the connection once all that is to be taken back has been, or a while has passed.

@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by it")]
 
+#[cfg(feature = "conformance")]
+mod conformance;
 mod docs;
 mod judging;
 mod lost;
@@ -73,7 +75,21 @@ fn main() -> ExitCode {
         terminal::the_terminal_is_left_as_it_was,
         terminal::colours_are_for_terminals,
     ];
+    #[cfg(feature = "conformance")]
+    trials.extend(trials![
+        conformance::the_rules_are_listed,
+        conformance::a_store_that_is_not_reached_is_said_in_one_line,
+        conformance::files_keep_their_promises_and_nothing_is_left,
+        conformance::etcd_keeps_its_promises_and_nothing_is_left,
+    ]);
     let missing = RedisServer::missing();
+    #[cfg(feature = "conformance")]
+    let conformance_on_redis = trials![
+        conformance::redis_keeps_its_promises_and_nothing_is_left,
+        conformance::a_broken_promise_is_told,
+    ];
+    #[cfg(not(feature = "conformance"))]
+    let conformance_on_redis = Vec::new();
     let on_redis = trials![
         judging::doctor_examines_redis,
         judging::doctor_says_what_makes_redis_unusable,
@@ -87,7 +103,8 @@ fn main() -> ExitCode {
         signals::case_29_passes_signals_on_while_running_on_redis,
         terminal::a_stopped_job_whose_lock_ends_does_not_go_on,
     ];
-    trials.extend(on_redis.into_iter().map(|trial| match &missing {
+    let on_redis = on_redis.into_iter().chain(conformance_on_redis);
+    trials.extend(on_redis.map(|trial| match &missing {
         Some(missing) => trial.with_kind(missing.to_string()).with_ignored_flag(true),
         None => trial,
     }));
