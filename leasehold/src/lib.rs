@@ -12,8 +12,8 @@ pub use candidate::{Answer, Candidate, Judgement};
 pub use choose::{choose, shown};
 pub use leasehold_core::{
     Consistency, Error, ErrorKind, Examination, Examined, Expiry, Fairness, Finding, Guarantees,
-    Guard, Guards, Holder, Key, Locks, Memory, Need, Owner, OwnerId, Reason, Result, Severity,
-    Token, Tokens, Wakeup,
+    Guard, Guards, Holder, Key, Listed, Listing, Locks, Memory, Need, Owner, OwnerId, Reason,
+    Result, Severity, Token, Tokens, Wakeup,
 };
 #[cfg(feature = "etcd")]
 #[doc(inline)]
@@ -34,7 +34,7 @@ pub use open::open;
 
 /// For those who bring a store of their own: the traits to implement, and what they speak of.
 pub mod backend {
-    pub use leasehold_core::{Backend, Claim, Hold, Moment, Validity};
+    pub use leasehold_core::{Backend, Claim, Hold, Moment, Page, Validity};
 }
 
 /// The examples of the project's own pages.
