@@ -13,7 +13,15 @@ pub(crate) fn help_has_examples_and_exit_codes() {
     for part in ["Examples:", "Exit codes:", "LEASEHOLD_URL", "116"] {
         assert!(text.contains(part), "{part}");
     }
-    for subcommand in ["run", "status", "break", "choose", "doctor", "completions"] {
+    for subcommand in [
+        "run",
+        "status",
+        "ls",
+        "break",
+        "choose",
+        "doctor",
+        "completions",
+    ] {
         let output = home.leasehold(subcommand).arg("--help").output().unwrap();
         assert!(output.status.success());
         assert!(stdout(&output).contains("Examples:"), "{subcommand}");
@@ -46,6 +54,7 @@ pub(crate) fn manual_pages_render() {
             "leasehold-choose.1",
             "leasehold-completions.1",
             "leasehold-doctor.1",
+            "leasehold-ls.1",
             "leasehold-man.1",
             "leasehold-run.1",
             "leasehold-status.1",
