@@ -159,6 +159,10 @@ const SHORTEST_TTL: Duration = Duration::from_millis(100);
 /// How long another session's answer is waited for at least.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(100);
 
+/// The same where one grant is to be taken away: a session that is ended for its silence may have
+/// gone on to the next grant of the key. Far above what a session takes whose process is running.
+const PATIENCE_WITH_A_GRANT: Duration = Duration::from_secs(3);
+
 /// An answer that was not there in time, if it comes yet.
 async fn answered(mut late: oneshot::Receiver<String>, patience: Duration) -> Option<String> {
     match late.try_recv() {
@@ -484,7 +488,11 @@ impl Client {
         let found = found.await.unwrap_or_else(|_ended| {
             Err(self.unavailable("the session ended while it was asked"))
         })?;
-        let patience = PATIENCE.max(started.elapsed() * TIMES);
+        let least = match what {
+            Some(Question::Evict(Some(_))) => PATIENCE_WITH_A_GRANT,
+            _ => PATIENCE,
+        };
+        let patience = least.max(started.elapsed() * TIMES);
         let text = match (&found, what) {
             (Some(Seen { listens: true, .. }), Some(_)) => timeout(patience, &mut reply).await,
             _ => return Ok((found, None, reply)),

@@ -804,6 +804,38 @@ async fn listed(locks: &Locks, prefix: &str) -> Vec<Listed> {
     all
 }
 
+/// One session has many grants, and what the server can end is the session.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_is_busy_keeps_the_next_grant_when_the_last_is_evicted() {
+    let server = server!();
+    let operator = locks(&server).await;
+    let url = server.url_for("postgres");
+    let (named, next) = tokio::sync::oneshot::channel();
+    let (busy, is_busy) = tokio::sync::oneshot::channel();
+    // What happens on its only thread cannot answer while that thread is busy.
+    let application = std::thread::spawn(move || {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().build().unwrap();
+        runtime.block_on(async {
+            let locks = patient(Postgres::connect(url).await.unwrap());
+            let last = locks.lock("job").await.unwrap();
+            named
+                .send(locks.holder("job").await.unwrap().unwrap())
+                .unwrap();
+            last.release().await.unwrap();
+            let guard = locks.lock("job").await.unwrap();
+            busy.send(()).unwrap();
+            #[expect(clippy::disallowed_methods, reason = "it is to be busy")]
+            std::thread::sleep(Duration::from_secs(1));
+            guard.release().await
+        })
+    });
+    let last = soon("the first grant", next).await.unwrap();
+    soon("the second grant", is_busy).await.unwrap();
+    assert!(!operator.evict("job", Some(&last)).await.unwrap());
+    application.join().unwrap().unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lock_in_a_transaction_is_freed_with_the_commit() {
     let server = server!();

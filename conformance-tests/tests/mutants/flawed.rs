@@ -80,38 +80,19 @@ pub(crate) enum Flaw {
     ForgetsWithItsLeader,
 }
 
-/// Clients of one memory with the flaw.
+/// Starts memories with the flaw, and connects to them.
 #[derive(Debug)]
 pub(crate) struct Flawed {
     flaw: Flaw,
-    memory: Memory,
-    /// What the others have when the leader is gone, for [`Flaw::ForgetsWithItsLeader`].
-    others: Memory,
-    leaderless: Arc<AtomicBool>,
-    released: Arc<Notify>,
+    /// A store's address is its place in here.
+    stores: Mutex<Vec<Memories>>,
 }
 
 impl Flawed {
     pub(crate) fn new(flaw: Flaw) -> Self {
         Self {
             flaw,
-            memory: Memory::new(),
-            others: Memory::new(),
-            leaderless: Arc::default(),
-            released: Arc::default(),
-        }
-    }
-
-    pub(crate) fn client(&self) -> Client {
-        Client {
-            flaw: self.flaw,
-            leader: self.memory.clone(),
-            others: self.others.clone(),
-            leaderless: Arc::clone(&self.leaderless),
-            released: Arc::clone(&self.released),
-            held: Arc::default(),
-            listed: Arc::default(),
-            session: Validity::until_ended(),
+            stores: Mutex::default(),
         }
     }
 }
@@ -119,17 +100,32 @@ impl Flawed {
 #[async_trait]
 impl Harness for Flawed {
     async fn start(&self) -> Result<Store, Missing> {
-        let store = Store::new("memory");
+        let memories = Memories::default();
+        let members = Members(Arc::clone(&memories.leaderless));
+        let mut stores = self.stores.lock().expect("sound");
+        let store = Store::new(stores.len().to_string());
+        stores.push(memories);
         if self.flaw != Flaw::ForgetsWithItsLeader {
             return Ok(store);
         }
-        let members = Members(Arc::clone(&self.leaderless));
         Ok(store.with_control(Arc::new(members)))
     }
 
-    async fn connect(&self, _address: &str) -> Result<Box<dyn Backend>> {
-        Ok(Box::new(self.client()))
+    async fn connect(&self, address: &str) -> Result<Box<dyn Backend>> {
+        let place: usize = address.parse().expect("the address of a store");
+        let stores = self.stores.lock().expect("sound");
+        Ok(Box::new(Client::new(self.flaw, stores[place].clone())))
     }
+}
+
+/// What one store keeps its locks in.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Memories {
+    leader: Memory,
+    /// What the others have when the leader is gone, for [`Flaw::ForgetsWithItsLeader`].
+    others: Memory,
+    leaderless: Arc<AtomicBool>,
+    released: Arc<Notify>,
 }
 
 /// Three servers, of which only the leader can be killed.
@@ -162,10 +158,7 @@ impl Control for Members {
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     flaw: Flaw,
-    leader: Memory,
-    others: Memory,
-    leaderless: Arc<AtomicBool>,
-    released: Arc<Notify>,
+    memories: Memories,
     /// What this client holds, for [`Flaw::KnowsClientsOnly`].
     held: Arc<Mutex<HashMap<Key, Token>>>,
     /// What it has listed first, for [`Flaw::ListsStale`].
@@ -298,10 +291,20 @@ impl Backend for Client {
 }
 
 impl Client {
+    pub(crate) fn new(flaw: Flaw, memories: Memories) -> Self {
+        Self {
+            flaw,
+            memories,
+            held: Arc::default(),
+            listed: Arc::default(),
+            session: Validity::until_ended(),
+        }
+    }
+
     fn memory(&self) -> &Memory {
-        match self.leaderless.load(Ordering::SeqCst) {
-            true => &self.others,
-            false => &self.leader,
+        match self.memories.leaderless.load(Ordering::SeqCst) {
+            true => &self.memories.others,
+            false => &self.memories.leader,
         }
     }
 
@@ -340,7 +343,7 @@ impl Client {
         let mut now = claim.clone();
         now.wait = Some(Duration::ZERO);
         loop {
-            let released = self.released.notified();
+            let released = self.memories.released.notified();
             if let Some(hold) = self.memory().acquire(&now).await? {
                 return Ok(Some(hold));
             }
@@ -467,7 +470,7 @@ impl Hold for FlawedHold {
             }
             Flaw::WakesAll => {
                 let released = self.inner().release().await;
-                self.client.released.notify_waiters();
+                self.client.memories.released.notify_waiters();
                 released
             }
             _ => self.inner().release().await,

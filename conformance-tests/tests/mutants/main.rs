@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use flawed::{Flaw, Flawed};
+use flawed::{Client, Flaw, Flawed, Memories};
 use leasehold_conformance::{Harness, Outcome, RULES, be_child, judge, promised_fields};
 use leasehold_core::{Backend, Memory};
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -212,7 +212,7 @@ fn every_field_has_one() -> Result<(), Failed> {
 fn store(flaw: ServerFlaw) -> Arc<dyn Backend> {
     match flaw {
         ServerFlaw::NeverExpires | ServerFlaw::KeepsOrphans => {
-            Arc::new(Flawed::new(Flaw::NeverExpires).client())
+            Arc::new(Client::new(Flaw::NeverExpires, Memories::default()))
         }
         _ => Arc::new(Memory::new()),
     }
