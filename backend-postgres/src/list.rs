@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use crate::KeyForm;
-use crate::backend::{Client, PATIENCE, shown};
+use crate::backend::{Client, shown};
 use crate::key_form::LockId;
 use crate::peer::NONE;
 use crate::session::{Job, LISTED, SeenLock};
@@ -23,6 +23,8 @@ use crate::session::{Job, LISTED, SeenLock};
 pub(crate) async fn list(client: &Client, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
     /// An answer takes a few times as long as one of the server's.
     const TIMES: u32 = 4;
+    /// Of a busy process too, which may be asked for all that it holds.
+    const PATIENCE: Duration = Duration::from_secs(3);
     /// In all.
     const LONGEST: Duration = Duration::from_secs(10);
     let form = client.common.sql.key_form;
