@@ -10,12 +10,13 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Error, ErrorKind, Examination, Expiry, Guarantees, Hold, Holder, Key, Moment,
-    Result, Tokens,
+    Page, Result, Tokens,
 };
 
 use crate::error::io_error;
 use crate::examine::examine;
 use crate::hold::{FileHold, Held};
+use crate::list::list;
 use crate::lock_file::{self, Raised, Reserved};
 use crate::name::Names;
 use crate::record::{Grant, Record};
@@ -196,6 +197,16 @@ impl Backend for Folder {
         ))
     }
 
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let (folder, prefix) = (self.inner.path.clone(), prefix.to_owned());
+        let after = after.map(|last| String::from_utf8_lossy(last).into_owned());
+        let listing = move || list(&folder, &prefix, after.as_deref());
+        let listed = tokio::task::spawn_blocking(listing).await;
+        listed.map_err(|error| {
+            Error::with_source(ErrorKind::Unavailable, "the runtime is ending", error)
+        })?
+    }
+
     /// Removes the folder too, unless there is something in it that is none of ours.
     async fn erase(&self) -> Result<()> {
         let path = &self.inner.path;
@@ -304,18 +315,12 @@ impl Folder {
 
     /// The grant that holds the lock, and its token.
     async fn held_by(&self, names: &Names) -> Result<Option<(Grant, u64)>> {
-        for _ in 0..100 {
-            let before = read_info(names)?;
-            if matches!(before, Info::Nobody) || !is_locked(names)? {
-                return Ok(None);
+        for _ in 0..LOOKS {
+            match look(names)? {
+                Look::Free => return Ok(None),
+                Look::Held(found) => return Ok(Some((found.grant, found.token))),
+                Look::Unclear => tokio::task::yield_now().await,
             }
-            // It may have changed hands between the two looks, or the record was half written.
-            if let Info::Grant(grant, token) = before
-                && matches!(read_info(names)?, Info::Grant(now, _) if now.id == grant.id)
-            {
-                return Ok(Some((grant, token)));
-            }
-            tokio::task::yield_now().await;
         }
         Err(Error::new(
             ErrorKind::Unavailable,
@@ -327,9 +332,41 @@ impl Folder {
     }
 }
 
+/// So often a lock is looked at that is never the same in two looks.
+pub(crate) const LOOKS: usize = 100;
+
+/// What a look at a lock shows.
+pub(crate) enum Look {
+    Free,
+    Held(Found),
+    /// It changed hands meanwhile, or its record is half written, or of another version.
+    Unclear,
+}
+
+/// A grant, as it is recorded.
+pub(crate) struct Found {
+    pub(crate) key: String,
+    pub(crate) grant: Grant,
+    pub(crate) token: u64,
+}
+
+pub(crate) fn look(names: &Names) -> Result<Look> {
+    let before = read_info(names)?;
+    if matches!(before, Info::Nobody) || !is_locked(names)? {
+        return Ok(Look::Free);
+    }
+    // It may have changed hands between the two looks, or the record was half written.
+    if let Info::Grant(found) = before
+        && matches!(read_info(names)?, Info::Grant(now) if now.grant.id == found.grant.id)
+    {
+        return Ok(Look::Held(found));
+    }
+    Ok(Look::Unclear)
+}
+
 enum Info {
     Nobody,
-    Grant(Grant, u64),
+    Grant(Found),
     /// Half written, or by another version.
     Unreadable,
 }
@@ -345,10 +382,11 @@ fn read_info(names: &Names) -> Result<Info> {
         None => Info::Unreadable,
         Some(Record { grant: None, .. }) => Info::Nobody,
         Some(Record {
+            key,
             grant: Some(grant),
             token,
             ..
-        }) => Info::Grant(grant, token),
+        }) => Info::Grant(Found { key, grant, token }),
     })
 }
 

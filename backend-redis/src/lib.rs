@@ -9,6 +9,7 @@ mod error;
 mod examine;
 mod hold;
 mod inbox;
+mod list;
 mod names;
 mod options;
 mod queue;

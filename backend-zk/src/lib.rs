@@ -5,6 +5,7 @@ mod erase;
 mod error;
 mod examine;
 mod hold;
+mod list;
 mod names;
 mod options;
 mod place;

@@ -73,6 +73,12 @@ pub(crate) enum Command {
     /// Ends with 0 if the lock is held and with 1 if it is free.
     #[command(after_long_help = STATUS_EXAMPLES)]
     Status(StatusArgs),
+    /// List the locks that are held or waited for
+    ///
+    /// With PREFIX only those whose keys begin so. What the store does not know is shown as `-`. The list
+    /// is no snapshot: locks that change hands meanwhile may be missing.
+    #[command(after_long_help = LS_EXAMPLES)]
+    Ls(LsArgs),
     /// Take a lock away from its holder
     ///
     /// Shows who holds it and asks. Takes away the grant that was shown and no other: if the lock has
@@ -162,6 +168,29 @@ pub(crate) struct StatusArgs {
     pub(crate) key: String,
 
     /// Print one line of JSON; what the store does not know is null
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LsArgs {
+    /// What the keys begin with
+    #[arg(default_value = "", hide_default_value = true)]
+    pub(crate) prefix: String,
+
+    /// List anew every 2s, or as often as TIME says, until Ctrl-C
+    #[arg(
+        short,
+        long,
+        value_name = "TIME",
+        value_parser = humantime::parse_duration,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "2s"
+    )]
+    pub(crate) watch: Option<Duration>,
+
+    /// Print one line of JSON, with --watch one each time; what the store does not know is null
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -280,6 +309,7 @@ Examples:
   leasehold run --wait 10s deploy -- make deploy
   leasehold run -n --on-busy skip reports -- ./reports.sh   # for cron
   leasehold status nightly-backup
+  leasehold ls
   leasehold break nightly-backup
 
   export LEASEHOLD_URL=redis://redis.internal               # between machines
@@ -296,6 +326,12 @@ const STATUS_EXAMPLES: &str = "\
 Examples:
   leasehold status nightly-backup
   leasehold status --json nightly-backup | jq -r .owner";
+
+const LS_EXAMPLES: &str = "\
+Examples:
+  leasehold ls
+  leasehold ls order: --watch
+  leasehold ls --json | jq -r '.[] | select(.waiting > 0) | .key'";
 
 const BREAK_EXAMPLES: &str = "\
 Examples:

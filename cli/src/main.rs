@@ -20,6 +20,7 @@ mod doctor;
 mod exit;
 mod job;
 mod launch;
+mod ls;
 mod man;
 mod output;
 mod run;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
     let outcome = match &cli.command {
         Command::Run(args) => run::run(&cli.store, args),
         Command::Status(args) => status::status(&cli.store, args),
+        Command::Ls(args) => ls::ls(&cli.store, args),
         Command::Break(args) => break_lock::break_lock(&cli.store, args),
         Command::Choose(args) => choose::choose(&cli.store, args),
         Command::Doctor(args) => doctor::doctor(&cli.store, args),

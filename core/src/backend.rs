@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use crate::{Error, ErrorKind, Examination, Key, Result, Validity};
+use crate::{Error, ErrorKind, Examination, Key, Page, Result, Validity};
 
 /// A store that can hold locks.
 ///
@@ -59,6 +59,30 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// # Cancel safety
     /// If dropped, the lock may or may not have been taken away.
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool>;
+
+    /// Some of the locks that are held or waited for and whose keys begin with `prefix`, for operators:
+    /// the first of them, or those that follow `after`, the [`next`](Page::next) of the page before.
+    ///
+    /// A page is bounded, and so is what is kept in memory for it. The pages together are no
+    /// snapshot: a lock that changes hands meanwhile may be there twice, or not at all, but what is
+    /// held or waited for all the time is there (C21). Names are given back as they were claimed. An
+    /// entry that cannot be read, or is somebody else's, is shown as far as it is known, and fails no
+    /// other.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the store cannot list its locks, which is what this does unless
+    /// it is written anew, or not by a prefix; [`ErrorKind::Unavailable`] if it cannot be asked;
+    /// [`ErrorKind::Other`], naming the right, if one is missing that locks do not need.
+    ///
+    /// # Cancel safety
+    /// Only reads.
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let _ = (prefix, after);
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this store does not list its locks: ask for each by its key",
+        ))
+    }
 
     /// Asks the store about itself, for operators: who it is, how it is set up, and what of that
     /// endangers locks of this `ttl`. What cannot be asked (a right is missing, a command is turned
@@ -445,6 +469,10 @@ macro_rules! forward {
 
             async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
                 (**self).evict(key, grant).await
+            }
+
+            async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+                (**self).list(prefix, after).await
             }
 
             async fn examine(&self, ttl: Duration) -> Result<Examination> {

@@ -191,6 +191,7 @@ impl Task {
                 seen,
                 reply,
             } => self.ask_others(key, what, seen, reply).await,
+            Job::List { after, seen } => self.list(after, seen).await,
             Job::Check { key, token, answer } => {
                 if !self.has(key, token) {
                     let _unheard = answer.send(Err(gone()));
@@ -517,7 +518,7 @@ impl Task {
                     let _unheard = answer.send(Err(gone()));
                 }
                 // Who asked hears that nobody answers.
-                Job::Ask { .. } | Job::Interrupt { .. } | Job::Retire => {}
+                Job::Ask { .. } | Job::List { .. } | Job::Interrupt { .. } | Job::Retire => {}
             }
         }
         self.held.clear();

@@ -9,6 +9,7 @@ use crate::support::{Home, stderr, stdout};
 const SUBCOMMANDS: &[&str] = &[
     "run",
     "status",
+    "ls",
     "break",
     "choose",
     "doctor",

@@ -8,6 +8,7 @@
 mod conformance;
 mod docs;
 mod judging;
+mod listing;
 mod lost;
 mod operators;
 mod run;
@@ -43,6 +44,10 @@ fn main() -> ExitCode {
         judging::doctor_has_nothing_against_the_default_store,
         judging::doctor_says_what_makes_postgresql_unusable,
         judging::doctor_says_why_a_store_is_not_reached,
+        listing::ls_lists_what_is_held,
+        listing::ls_says_where_names_are_not_known,
+        listing::watch_leaves_at_once,
+        listing::watch_writes_a_line_of_json_each_time,
         lost::case_28_is_ended_when_the_lock_is_taken_away,
         lost::a_stopped_child_is_ended_too,
         operators::status_shows_who_holds,
@@ -93,6 +98,9 @@ fn main() -> ExitCode {
     let on_redis = trials![
         judging::doctor_examines_redis,
         judging::doctor_says_what_makes_redis_unusable,
+        listing::ls_lists_who_waits_on_redis,
+        listing::ls_says_which_right_it_needs_on_redis,
+        listing::watch_outlives_a_store_that_is_away,
         lost::case_28_is_ended_when_the_lock_is_taken_away_on_redis,
         lost::case_28_is_ended_before_a_silent_store_lets_go,
         lost::a_short_silence_is_lived_through,

@@ -11,7 +11,7 @@ use leasehold_conformance::fixtures::Missing;
 use leasehold_conformance::{Control, Harness, Store};
 use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Guarantees, Hold, Holder, Key, Memory, Moment,
-    Result, Token, Validity,
+    Page, Result, Token, Validity,
 };
 use tokio::sync::Notify;
 use tokio::time::sleep;
@@ -67,6 +67,12 @@ pub(crate) enum Flaw {
     EndsAllOnRelease,
     /// Takes away whatever grant there is.
     EvictsAny,
+    /// Lists what was there when it was asked first.
+    ListsStale,
+    /// Lists all locks, whatever their names begin with.
+    ListsAll,
+    /// Lists names as a store might write them.
+    ListsEscaped,
     /// Needs a runtime where a hold is dropped.
     SpawnsOnDrop,
     /// When the leader of three servers is killed, the others begin with nothing, and holders go on
@@ -155,6 +161,8 @@ pub(crate) struct Client {
     memories: Memories,
     /// What this client holds, for [`Flaw::KnowsClientsOnly`].
     held: Arc<Mutex<HashMap<Key, Token>>>,
+    /// What it has listed first, for [`Flaw::ListsStale`].
+    listed: Arc<Mutex<HashMap<String, Page>>>,
     /// What all grants end with, for [`Flaw::EndsAllOnRelease`].
     session: Validity,
 }
@@ -255,6 +263,31 @@ impl Backend for Client {
         let grant = grant.filter(|_| self.flaw != Flaw::EvictsAny);
         self.memory().evict(&self.key(key)?, grant).await
     }
+
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let asked = if self.flaw == Flaw::ListsAll {
+            ""
+        } else {
+            prefix
+        };
+        let mut page = self.memory().list(asked, after).await?;
+        match self.flaw {
+            Flaw::ListsStale => {
+                let mut listed = self.listed.lock().expect("sound");
+                page = listed.entry(prefix.to_owned()).or_insert(page).clone();
+            }
+            Flaw::ListsEscaped => {
+                for listed in &mut page.locks {
+                    let key = listed.key.take().expect("it has one");
+                    let escaped = key.as_str().replace('%', "%25").replace('/', "%2F");
+                    // One that has become too long is none any more.
+                    listed.key = Key::new(escaped).ok();
+                }
+            }
+            _ => {}
+        }
+        Ok(page)
+    }
 }
 
 impl Client {
@@ -263,6 +296,7 @@ impl Client {
             flaw,
             memories,
             held: Arc::default(),
+            listed: Arc::default(),
             session: Validity::until_ended(),
         }
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 use leasehold_core::{Backend, Examination, Guarantees, Holder, Need, Result};
 
 use super::runtime::Runtime;
-use super::{Guard, Guards, Owner};
+use super::{Guard, Guards, Listing, Owner};
 
 /// The locks of one store: [`leasehold::Locks`](crate::Locks) for programs without async.
 ///
@@ -161,6 +161,24 @@ impl Locks {
     /// As [`leasehold::Locks::evict`](crate::Locks::evict).
     pub fn evict(&self, key: impl AsRef<str> + Send, grant: Option<&Holder>) -> Result<bool> {
         self.runtime.wait(self.locks.evict(key, grant))
+    }
+
+    /// The locks whose keys begin with `prefix` (all of them: `""`), with who holds them; see
+    /// [`leasehold::Locks::list`](crate::Locks::list).
+    ///
+    /// ```
+    /// # let locks = leasehold::blocking::open("memory:")?;
+    /// let guard = locks.lock("order:42")?;
+    /// for listed in locks.list("order:") {
+    ///     let listed = listed?;
+    ///     assert_eq!(listed.key.as_ref(), Some(guard.key()));
+    /// }
+    /// # Ok::<(), leasehold::Error>(())
+    /// ```
+    ///
+    /// Each step fails as [`leasehold::Listing::next`](crate::Listing::next) does.
+    pub fn list(&self, prefix: impl Into<String>) -> Listing {
+        Listing::new(self.locks.list(prefix), &self.runtime)
     }
 
     /// How long a grant lasts unrenewed: the [ttl](Self::with_ttl), or the [fixed

@@ -37,6 +37,7 @@
 //! and everything here may be dropped everywhere.
 
 mod guard;
+mod listing;
 mod locks;
 mod owner;
 mod runtime;
@@ -44,6 +45,7 @@ mod runtime;
 use leasehold_core::{Backend, Need, Result};
 
 pub use guard::{Guard, Guards};
+pub use listing::Listing;
 pub use locks::Locks;
 pub use owner::Owner;
 
