@@ -43,7 +43,8 @@ impl Redis {
         Self::connect_with(RedisOptions::new(url)?).await
     }
 
-    /// Connects, and tries on the server, of a cluster on one node, everything that locks will need.
+    /// Connects, and tries on the server, of a cluster on every master that serves just now, everything that
+    /// locks will need.
     ///
     /// Later on it reconnects by itself, in whichever tokio runtime it is then used.
     ///
@@ -55,12 +56,14 @@ impl Redis {
     ///   runtime.
     /// - [`ErrorKind::Other`](leasehold_core::ErrorKind::Other): signing in was refused, or a right is
     ///   missing; the message says which ACL rules to add.
-    /// - [`ErrorKind::Invalid`](leasehold_core::ErrorKind::Invalid): certificates that cannot be read, or a
-    ///   prefix that cannot be used in a cluster.
+    /// - [`ErrorKind::Invalid`](leasehold_core::ErrorKind::Invalid): certificates that cannot be read, a
+    ///   prefix that cannot be used in a cluster, or an option that means nothing here: for sentinels or
+    ///   nodes where there are none, a database of a cluster.
     ///
     /// # Cancel safety
     /// Nothing is left behind.
     pub async fn connect_with(options: RedisOptions) -> Result<Self> {
+        options.check()?;
         let servers = match options.nodes() {
             None => Servers::One(Client::connect(&options).await?),
             Some(_) => Servers::Cluster(Cluster::connect(&options).await?),
@@ -84,21 +87,8 @@ impl Backend for Redis {
         let keys = self.servers.names().of(key);
         let make = |_| (&*HOLDER, script::call(&HOLDER, &[&keys.lock]));
         let held = self.servers.call(&keys, true, make).await?;
-        match held.answer {
-            Value::Nil => Ok(None),
-            Value::Array(fields) => match &fields[..] {
-                [
-                    Value::BulkString(value),
-                    Value::Int(left),
-                    Value::BulkString(grant),
-                ] => {
-                    let grant = String::from_utf8_lossy(grant).into_owned();
-                    Ok(Some(value::holder(value, *left, grant)))
-                }
-                _ => Err(error::unexpected(&held.line.client.address)),
-            },
-            _ => Err(error::unexpected(&held.line.client.address)),
-        }
+        value::holder(&held.answer, value::ours)
+            .ok_or_else(|| error::unexpected(&held.line.client.address))
     }
 
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {

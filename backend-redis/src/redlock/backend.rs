@@ -145,12 +145,12 @@ impl Backend for Redlock {
                     answered += 1;
                     let Some(vote) = vote else { continue };
                     let (count, holder) = holders
-                        .entry(vote.grant)
-                        .or_insert_with(|| (0, vote.holder.clone()));
+                        .entry(vote.grant.clone())
+                        .or_insert_with(|| (0, vote.clone()));
                     *count += 1;
                     // A node that took no part in the second trip has noted the proposal only.
-                    if vote.holder.token > holder.token {
-                        *holder = vote.holder;
+                    if vote.token > holder.token {
+                        *holder = vote;
                     }
                 }
                 Err(e) => {
