@@ -45,7 +45,8 @@ impl Redis {
         Self::connect_with(RedisOptions::new(url)?).await
     }
 
-    /// Connects, and tries on the server, of a cluster on one node, everything that locks will need.
+    /// Connects, and tries on the server, of a cluster on every master that serves just now, everything that
+    /// locks will need.
     ///
     /// Later on it reconnects by itself, in whichever tokio runtime it is then used.
     ///
@@ -57,12 +58,14 @@ impl Redis {
     ///   runtime.
     /// - [`ErrorKind::Other`](leasehold_core::ErrorKind::Other): signing in was refused, or a right is
     ///   missing; the message says which ACL rules to add.
-    /// - [`ErrorKind::Invalid`](leasehold_core::ErrorKind::Invalid): certificates that cannot be read, or a
-    ///   prefix that cannot be used in a cluster.
+    /// - [`ErrorKind::Invalid`](leasehold_core::ErrorKind::Invalid): certificates that cannot be read, a
+    ///   prefix that cannot be used in a cluster, or an option that means nothing here: for sentinels or
+    ///   nodes where there are none, a database of a cluster.
     ///
     /// # Cancel safety
     /// Nothing is left behind.
     pub async fn connect_with(options: RedisOptions) -> Result<Self> {
+        options.check()?;
         let servers = match options.nodes() {
             None => Servers::One(Client::connect(&options).await?),
             Some(_) => Servers::Cluster(Cluster::connect(&options).await?),

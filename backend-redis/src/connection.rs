@@ -1,23 +1,21 @@
-use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::{Context, Waker};
 
 use leasehold_core::{Batch, Error, ErrorKind, Gather, Moment, Result, Way};
 use redis::aio::{ConnectionLike as _, MultiplexedConnection};
 use redis::{
-    AsyncConnectionConfig, Cmd, Pipeline, PushInfo, PushKind, RedisError, RedisResult, Script,
-    ServerErrorKind, Value,
+    Cmd, Pipeline, PushInfo, PushKind, RedisError, RedisResult, Script, ServerErrorKind, Value,
 };
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tracing::{info, warn};
 
+use crate::at_once::poll_once;
 use crate::client::Client;
 use crate::error;
 use crate::request::{Request, Sender, Together};
 use crate::script::{self, TOGETHER};
-use crate::target::Watcher;
+use crate::target::{Watcher, without_limits};
 
 /// One connection to the server: requests go out and are answered in order, messages come in between.
 ///
@@ -206,10 +204,7 @@ impl Connection {
             client: Arc::downgrade(client),
             number,
         };
-        let config = AsyncConnectionConfig::new()
-            // Requests have their own limits, and opening has ours.
-            .set_response_timeout(None)
-            .set_connection_timeout(None)
+        let config = without_limits()
             .set_pipeline_buffer_size(1024)
             // Requests that meet leave in one write.
             .set_write_backpressure_boundary(64 * 1024)
@@ -279,18 +274,9 @@ impl Connection {
     fn hand_on(self: Arc<Self>, batch: Batch<Together, RedisResult<Value>>) {
         let runtime = self.runtime.clone();
         let mut carried = Box::pin(self.carry(batch));
-        if !std::thread::panicking() {
-            let _runtime = runtime.enter();
-            // Unconstrained: a task that has used up its budget would see it pending unsent.
-            let once = pin!(tokio::task::unconstrained(carried.as_mut()));
-            if once
-                .poll(&mut Context::from_waker(Waker::noop()))
-                .is_ready()
-            {
-                return;
-            }
+        if poll_once(&runtime, carried.as_mut()).is_pending() {
+            drop(runtime.spawn(carried));
         }
-        drop(runtime.spawn(carried));
     }
 
     async fn carry(self: Arc<Self>, batch: Batch<Together, RedisResult<Value>>) {

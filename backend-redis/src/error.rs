@@ -94,11 +94,14 @@ pub(crate) fn unconfirmed(server: &str, confirmed: usize, wanted: usize) -> Erro
     )
 }
 
-/// The connection was given up while the answer was on its way.
+/// The connection was given up while the answer was on its way: another server may be asked now, which
+/// knows nothing of it.
 pub(crate) fn superseded(server: &str) -> Error {
     Error::new(
         ErrorKind::Unavailable,
-        format!("Redis at {server}: the connection ended with a grant that is not proven"),
+        format!(
+            "Redis at {server}: its answer came when the connection was given up, and is not proven"
+        ),
     )
 }
 

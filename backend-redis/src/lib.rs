@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod at_once;
 mod backend;
 mod client;
 mod cluster;

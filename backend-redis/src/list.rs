@@ -244,10 +244,7 @@ fn read(found: &Value) -> Option<(Option<Holder>, Option<u64>)> {
     };
     let holder = match value {
         Value::Nil => None,
-        Value::BulkString(value) => {
-            let grant = String::from_utf8_lossy(grant).into_owned();
-            Some(value::holder(value, *left, grant))
-        }
+        Value::BulkString(value) => Some(value::held(value, *left, grant, value::ours)),
         Value::Int(_) => Some(value::other_data(*left)),
         _ => return None,
     };

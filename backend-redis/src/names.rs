@@ -108,6 +108,12 @@ impl Names {
         self.beside(lock, "probe-queue", &client.to_string())
     }
 
+    /// The same in this slot of a cluster, unless the prefix puts all keys into another.
+    pub(crate) fn probe_in(&self, slot: u16, client: Uuid) -> LockKeys {
+        let lock = format!("{}{OURS}probe:{{{}}}:{client}", self.prefix, tag(slot));
+        self.beside(lock, "probe-queue", &client.to_string())
+    }
+
     pub(crate) fn of_name(&self, name: &str) -> LockKeys {
         let prefix = &self.prefix;
         let lock = if name.starts_with(OURS) {
@@ -243,6 +249,10 @@ mod tests {
                 assert_eq!((again.lock, again.queue), (keys.lock, keys.queue));
             }
         }
+        let client = Uuid::new_v4();
+        let names = |prefix| Names::in_cluster(prefix).unwrap();
+        assert_eq!(names("lock:").probe_in(7, client).slot, 7);
+        assert_eq!(names("{a}").probe_in(7, client).slot, slot("a"));
         for prefix in ["{", "{}", "a{b", "{}{a}"] {
             let refused = Names::in_cluster(prefix).unwrap_err();
             assert_eq!(refused.kind(), ErrorKind::Invalid, "{prefix}");

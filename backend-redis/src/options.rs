@@ -35,15 +35,12 @@ pub struct RedisOptions {
     certificates: TlsCertificates,
     /// Who says where the server is, if not the address in `server`.
     watch: Option<Watch>,
-    /// `server` is one of them; `None` if it is a single server.
-    cluster: Option<ClusterNodes>,
-}
-
-/// Where a cluster is.
-#[derive(Clone)]
-struct ClusterNodes {
-    /// Some of its nodes, by which the others are found.
-    named: Vec<Node>,
+    /// Whom to sign in as there.
+    sentinel_username: Option<String>,
+    sentinel_password: Option<String>,
+    /// Some nodes of a cluster, by which the others are found: `server` is one of them. `None` if it is
+    /// a single server.
+    cluster: Option<Vec<Node>>,
     /// Where nodes are reached, if not where the cluster says.
     reached: HashMap<Node, Node>,
 }
@@ -120,7 +117,10 @@ impl RedisOptions {
                 root_cert: None,
             },
             watch: None,
+            sentinel_username: None,
+            sentinel_password: None,
             cluster: None,
+            reached: HashMap::new(),
         })
     }
 
@@ -209,8 +209,7 @@ impl RedisOptions {
         }
         let mut options =
             options.ok_or_else(|| invalid("it names no node, as in redis://localhost:7000"))?;
-        let reached = HashMap::new();
-        options.cluster = Some(ClusterNodes { named, reached });
+        options.cluster = Some(named);
         Ok(options)
     }
 
@@ -238,7 +237,8 @@ impl RedisOptions {
         self
     }
 
-    /// The number of the database; default 0, or what the URL says.
+    /// The number of the database; default 0, or what the URL says. A cluster has no other: connecting
+    /// to one is refused as [`ErrorKind::Invalid`].
     #[must_use]
     pub fn with_database(mut self, database: u32) -> Self {
         let redis = self.server.redis_settings().clone().set_db(database.into());
@@ -246,22 +246,19 @@ impl RedisOptions {
         self
     }
 
-    /// The ACL user to sign in as at the sentinels; default none. Only where there are sentinels.
+    /// The ACL user to sign in as at the sentinels; default none. Without sentinels, connecting is
+    /// refused as [`ErrorKind::Invalid`].
     #[must_use]
     pub fn with_sentinel_username(mut self, username: impl Into<String>) -> Self {
-        if let Some(watch) = &mut self.watch {
-            watch.username = Some(username.into());
-        }
+        self.sentinel_username = Some(username.into());
         self
     }
 
     /// The password to sign in with at the sentinels; default none, whatever that of the servers is.
-    /// Only where there are sentinels.
+    /// Without sentinels, connecting is refused as [`ErrorKind::Invalid`].
     #[must_use]
     pub fn with_sentinel_password(mut self, password: impl Into<String>) -> Self {
-        if let Some(watch) = &mut self.watch {
-            watch.password = Some(password.into());
-        }
+        self.sentinel_password = Some(password.into());
         self
     }
 
@@ -316,14 +313,13 @@ impl RedisOptions {
 
     /// Where a node of a cluster is reached from here, if that is not where it says that it is: behind a
     /// translation of addresses, forwarded ports, containers. Once for each such node. With TLS, its
-    /// certificate must be for the host it is reached by.
+    /// certificate must be for the host it is reached by. Without a cluster, connecting is refused as
+    /// [`ErrorKind::Invalid`].
     #[must_use]
     pub fn with_node_address(mut self, announced: (&str, u16), reached: (&str, u16)) -> Self {
-        if let Some(cluster) = &mut self.cluster {
-            let announced = Node::new(announced.0, announced.1);
-            let reached = Node::new(reached.0, reached.1);
-            cluster.reached.insert(announced, reached);
-        }
+        let announced = Node::new(announced.0, announced.1);
+        let reached = Node::new(reached.0, reached.1);
+        self.reached.insert(announced, reached);
         self
     }
 
@@ -336,15 +332,12 @@ impl RedisOptions {
 
     /// The nodes that were named, if this is a cluster.
     pub(crate) fn nodes(&self) -> Option<&[Node]> {
-        self.cluster.as_ref().map(|cluster| &*cluster.named)
+        self.cluster.as_deref()
     }
 
     /// Where a node is reached that says it is `node`.
     pub(crate) fn reached<'a>(&'a self, node: &'a Node) -> &'a Node {
-        let cluster = self.cluster.as_ref();
-        cluster
-            .and_then(|cluster| cluster.reached.get(node))
-            .unwrap_or(node)
+        self.reached.get(node).unwrap_or(node)
     }
 
     /// The same for one node of the cluster, by what it says where it is.
@@ -368,6 +361,30 @@ impl RedisOptions {
 
     pub(crate) fn addr(&self) -> &ConnectionAddr {
         self.server.addr()
+    }
+
+    /// Whether the options go together; nothing is asked for it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] for an option that means nothing here.
+    pub(crate) fn check(&self) -> Result<()> {
+        let for_sentinels = self.sentinel_username.is_some() || self.sentinel_password.is_some();
+        let refused = if for_sentinels && self.watch.is_none() {
+            "a user or password for sentinels is given, and it has none: name them, as in \
+             redis+sentinel://one,two,three/mymaster, or leave with_sentinel_username and \
+             with_sentinel_password out"
+        } else if !self.reached.is_empty() && self.cluster.is_none() {
+            "an address for a node of a cluster is given, and it is none: name it as one, as in \
+             redis+cluster://one:7000, or leave with_node_address out"
+        } else if self.cluster.is_some() && self.server.redis_settings().db() != 0 {
+            "a cluster has no other database than 0: leave with_database out"
+        } else {
+            return Ok(());
+        };
+        Err(Error::new(
+            ErrorKind::Invalid,
+            format!("Redis at {}: {refused}", self.address()),
+        ))
     }
 
     /// Whether this names one certain server.
@@ -399,17 +416,18 @@ impl RedisOptions {
         options.server = options.server.set_addr(addr);
         options.watch = None;
         options.cluster = None;
+        options.reached.clear();
         options
     }
 
     /// The same for one of its sentinels: they have no databases, and users of their own.
-    pub(crate) fn at_sentinel(&self, watch: &Watch, host: &str, port: u16) -> Self {
+    pub(crate) fn at_sentinel(&self, host: &str, port: u16) -> Self {
         let mut options = self.at(host, port);
         let mut redis = redis::RedisConnectionInfo::default();
-        if let Some(username) = &watch.username {
+        if let Some(username) = &self.sentinel_username {
             redis = redis.set_username(username);
         }
-        if let Some(password) = &watch.password {
+        if let Some(password) = &self.sentinel_password {
             redis = redis.set_password(password);
         }
         options.server = options.server.set_redis_settings(redis);
@@ -461,10 +479,9 @@ impl RedisOptions {
 impl fmt::Debug for RedisOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let redis = self.server.redis_settings();
-        let cluster = self.cluster.as_ref().map(|cluster| &cluster.named);
         f.debug_struct("RedisOptions")
             .field("server", &self.address())
-            .field("cluster", &cluster)
+            .field("cluster", &self.cluster)
             .field("database", &redis.db())
             .field("username", &redis.username().map(|_| "…"))
             .field("password", &redis.password().map(|_| "…"))

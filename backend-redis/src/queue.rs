@@ -2,7 +2,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use leasehold_core::{Claim, ErrorKind, Moment, Result, Token, Validity};
+use leasehold_core::{Claim, Error, ErrorKind, Moment, Result, Token, Validity};
 use tokio::time::{sleep, timeout};
 
 use crate::error;
@@ -10,7 +10,7 @@ use crate::hold::RedisHold;
 use crate::inbox::{Ends, Held, Pushed, Waiter};
 use crate::names::LockKeys;
 use crate::request::{Answer, Place, Request};
-use crate::servers::{Line, Servers};
+use crate::servers::{Failed, Line, Servers};
 
 /// Grants a claim, waiting for its turn. Cancel safe: what the claim has on the server is withdrawn
 /// when this future is dropped.
@@ -21,7 +21,7 @@ use crate::servers::{Line, Servers};
 ///
 /// 1. *Ask.* The claim is registered in the inbox, then sent. Free: granted. Held: it got a ticket.
 ///    A first request that fails is the caller's error; whether it did something on the server is not
-///    known, so it is withdrawn (step 5).
+///    known, so it is withdrawn (step 6). A slot that moves is no failure for a claim that may wait.
 /// 2. *Wait* for a message, and *ask again* from the same place after a third of the ttl, which keeps
 ///    the place alive; when the holder's lock must have ended (the last answer said when, or a message
 ///    to whoever is next), if this is the oldest waiter of this client for this lock, so that it gets
@@ -36,7 +36,9 @@ use crate::servers::{Line, Servers};
 ///    that answer was looked at counts from the request before; one that came on another connection, or
 ///    whose time is over, proves nothing, and is a reason to ask again: if the lock is ours, that
 ///    renews it; if not, the place in the queue is still ours.
-/// 5. *The wait is over, or the future is dropped.* The claim is withdrawn in the background, down the
+/// 5. *Replicas that must have it* are waited for before it is a hold. Those who waited go on when too few
+///    confirm in time: they keep the lock and ask again, which renews it, so nobody overtakes them.
+/// 6. *The wait is over, or the future is dropped.* The claim is withdrawn in the background, down the
 ///    connection it asked on, so that it cannot overtake a request that is still on its way. If the
 ///    lock was granted in between, that hands it on.
 ///
@@ -45,25 +47,6 @@ use crate::servers::{Line, Servers};
 /// Kleppmann's "How to do distributed locking".
 pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<RedisHold>> {
     let mut asker = Asker::new(servers, claim);
-    let Some(mut hold) = granted(&mut asker).await? else {
-        return Ok(None);
-    };
-    if servers.replicas_are_asked()
-        && let Err(e) = hold.confirm().await
-    {
-        // Step 5 takes it back.
-        return Err(match e.kind() {
-            ErrorKind::Lost => error::superseded(&servers.address(&asker.keys)),
-            _ => e,
-        });
-    }
-    asker.open = false;
-    Ok(Some(hold))
-}
-
-/// Steps 1 to 4.
-async fn granted(asker: &mut Asker<'_>) -> Result<Option<RedisHold>> {
-    let claim = asker.claim;
     let started = Moment::now();
     let left = |claim: &Claim| {
         claim
@@ -72,30 +55,41 @@ async fn granted(asker: &mut Asker<'_>) -> Result<Option<RedisHold>> {
     };
     let mut seen = match asker.ask().await? {
         Asked::Granted(grant) => {
-            if let Some(hold) = asker.hold(&grant) {
+            if let Some(hold) = asker.take(&grant).await? {
                 return Ok(Some(hold));
             }
             if !asker.is_proven(&grant) {
-                return Err(error::superseded(&asker.servers.address(&asker.keys)));
+                return Err(error::superseded(&servers.address(&asker.keys)));
             }
             // Taken away before it was seen: to the end of the queue.
             None
         }
         Asked::Waiting(seen) => Some(seen),
+        Asked::Moving(e) => {
+            asker.failed(e);
+            None
+        }
         Asked::Refused => return Ok(None),
     };
-    let mut ask_now = seen.is_none();
+    let mut ask_now = seen.is_none() && !asker.failed;
+    let mut grant = None;
     loop {
-        if let Some(pushed) = asker.waiter.take_pushed() {
-            match seen
-                .as_ref()
-                .and_then(|seen| seen.believe(pushed, claim.ttl))
-            {
-                Some(grant) => match asker.hold(&grant) {
-                    Some(hold) => return Ok(Some(hold)),
-                    None => ask_now = true,
-                },
-                None => ask_now = true,
+        if grant.is_none()
+            && let Some(pushed) = asker.waiter.take_pushed()
+        {
+            let believe = |seen: &Seen| seen.believe(pushed, claim.ttl);
+            grant = seen.as_ref().and_then(believe);
+            ask_now = true;
+        }
+        if let Some(grant) = grant.take() {
+            match asker.take(&grant).await {
+                Ok(Some(hold)) => return Ok(Some(hold)),
+                Ok(None) => ask_now = true,
+                Err(e) if e.is_transient() => {
+                    asker.failed(e);
+                    ask_now = false;
+                }
+                Err(e) => return Err(e),
             }
         }
         if let (Some(seen), Some(ends)) = (&mut seen, asker.waiter.take_holder_ends()) {
@@ -103,7 +97,7 @@ async fn granted(asker: &mut Asker<'_>) -> Result<Option<RedisHold>> {
         }
         let left = left(claim);
         if left.is_some_and(|left| left.is_zero()) {
-            return Ok(None);
+            return asker.nowhere.take().map_or(Ok(None), Err);
         }
         let due = asker.due(seen.as_ref());
         if !ask_now && !due.is_zero() {
@@ -116,25 +110,12 @@ async fn granted(asker: &mut Asker<'_>) -> Result<Option<RedisHold>> {
         }
         ask_now = false;
         match asker.ask_again(left).await {
-            Ok(Some(Asked::Granted(grant))) => match asker.hold(&grant) {
-                Some(hold) => return Ok(Some(hold)),
-                None => ask_now = true,
-            },
-            Ok(Some(Asked::Waiting(now))) => match asker.waiter.take_pushed() {
-                // Before or after that answer: nobody can say, so it counts from the request before.
-                Some(pushed) => {
-                    let grant = seen
-                        .as_ref()
-                        .and_then(|seen| seen.believe(pushed, claim.ttl));
-                    match grant.and_then(|grant| asker.hold(&grant)) {
-                        Some(hold) => return Ok(Some(hold)),
-                        None => ask_now = true,
-                    }
-                }
-                None => seen = Some(now),
-            },
-            Ok(Some(Asked::Refused) | None) => {}
-            Err(e) if e.is_transient() => asker.failed(),
+            Ok(Some(Asked::Granted(granted))) => grant = Some(granted),
+            // A message before or after that answer, nobody can say: it counts from the request before.
+            Ok(Some(Asked::Waiting(now))) if !asker.waiter.has_pushed() => seen = Some(now),
+            Ok(Some(Asked::Waiting(_) | Asked::Refused) | None) => {}
+            Ok(Some(Asked::Moving(e))) => asker.failed(e),
+            Err(e) if e.is_transient() => asker.failed(e),
             Err(e) => return Err(e),
         }
     }
@@ -175,6 +156,8 @@ struct Grant {
 enum Asked {
     Granted(Grant),
     Waiting(Seen),
+    /// The lock's slot is moving: nobody can be told before it has arrived.
+    Moving(Error),
     Refused,
 }
 
@@ -190,6 +173,8 @@ struct Asker<'a> {
     /// When that was sent, and whether it failed.
     asked: Moment,
     failed: bool,
+    /// Why it has neither the lock nor a place in the queue, though it waits.
+    nowhere: Option<Error>,
     /// Registered in the inbox, and perhaps known to the server; not once it is a hold.
     open: bool,
 }
@@ -208,6 +193,7 @@ impl<'a> Asker<'a> {
             asked_on: None,
             asked: Moment::now(),
             failed: false,
+            nowhere: None,
             open: true,
         }
     }
@@ -226,12 +212,18 @@ impl<'a> Asker<'a> {
             self.place = Place::Unknown;
         }
         let asking = self.servers.request(request, &mut self.asked_on);
-        let answered = timeout(limit, asking).await.unwrap_or_else(|_elapsed| {
-            let address = self.servers.address(&self.keys);
-            Err(error::silent(&address, limit))
-        })?;
+        let answered = match timeout(limit, asking).await {
+            Ok(Ok(answered)) => answered,
+            Ok(Err(Failed::Moving(e))) => return Ok(Asked::Moving(e)),
+            Ok(Err(failed)) => return Err(failed.into()),
+            Err(_elapsed) => {
+                let address = self.servers.address(&self.keys);
+                return Err(error::silent(&address, limit));
+            }
+        };
         let (sent, line) = (answered.sent, answered.line);
         self.failed = false;
+        self.nowhere = None;
         match answered.answer {
             Answer::Granted(token) => {
                 self.leave_queue();
@@ -313,9 +305,36 @@ impl<'a> Asker<'a> {
         }
     }
 
-    /// The newest request failed; its place is kept.
-    fn failed(&mut self) {
+    /// The newest request failed for this reason; a place in the queue is kept.
+    fn failed(&mut self, reason: Error) {
         self.failed = true;
+        self.nowhere = match self.place {
+            Place::Ticket(_) => None,
+            _ => Some(reason),
+        };
+    }
+
+    /// The lock is ours, and the replicas that must have it do. `None` if it was taken away in the
+    /// meantime, or is not proven.
+    ///
+    /// # Errors
+    /// What keeps the replicas from confirming it, or us from hearing it. It may be asked for again.
+    async fn take(&mut self, grant: &Grant) -> Result<Option<RedisHold>> {
+        let Some(mut hold) = self.hold(grant) else {
+            return Ok(None);
+        };
+        if self.servers.replicas_are_asked()
+            && let Err(e) = hold.confirm().await
+        {
+            drop(hold);
+            self.waiter = self.servers.inbox().register(self.claim.id);
+            return Err(match e.kind() {
+                ErrorKind::Lost => error::superseded(&self.servers.address(&self.keys)),
+                _ => e,
+            });
+        }
+        self.open = false;
+        Ok(Some(hold))
     }
 
     /// The lock is ours. `None` if it was taken away in the meantime, or is not proven.

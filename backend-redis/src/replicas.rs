@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use leasehold_core::{Moment, Result};
 use redis::aio::{ConnectionLike as _, MultiplexedConnection};
-use redis::{AsyncConnectionConfig, Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
@@ -14,6 +14,7 @@ use crate::connection::no_runtime;
 use crate::error;
 use crate::request::{Answer, Request, Sender};
 use crate::script::RENEW;
+use crate::target::without_limits;
 
 /// How many replicas must have a lock before it counts as granted or renewed, and the connection on
 /// which they are waited for.
@@ -233,10 +234,7 @@ async fn confirm(
 }
 
 async fn open(client: &Client) -> Result<MultiplexedConnection> {
-    let config = AsyncConnectionConfig::new()
-        .set_response_timeout(None)
-        .set_connection_timeout(None);
-    let (mut redis, _watcher) = client.target.connect(client, &config).await?;
+    let (mut redis, _watcher) = client.target.connect(client, &without_limits()).await?;
     let loaded = RENEW.load_async(&mut redis).await;
     loaded.map_err(|e| client.refused(&e, "+script|load"))?;
     Ok(redis)

@@ -51,9 +51,16 @@ pub(crate) enum Place {
 pub(crate) struct Together {
     keys: LockKeys,
     name: &'static str,
-    /// The arguments, one behind the other, and where each ends: a call costs one allocation.
+    arguments: Arguments,
+}
+
+/// What a script takes behind its floor, one behind the other, and where each ends: they cost one
+/// allocation. What is absent is empty.
+#[derive(Debug)]
+struct Arguments {
     text: String,
     ends: [usize; 4],
+    count: usize,
 }
 
 /// What the server said.
@@ -86,37 +93,15 @@ pub(crate) struct Sender {
 impl<'a> Request<'a> {
     /// The call as it travels with others.
     pub(crate) fn together(&self, sender: Sender) -> Together {
-        let mut call = Together {
+        Together {
             keys: self.keys().clone(),
             name: match self {
                 Self::Acquire { .. } => "acquire",
                 Self::Release { .. } => "release",
                 Self::Renew { .. } => "renew",
             },
-            text: String::with_capacity(256),
-            ends: [0; 4],
-        };
-        match self {
-            Self::Acquire { claim, place, .. } => {
-                call.argument(0, |text| value::write_mine(text, claim.id));
-                call.argument(1, |text| write!(text, "{}", millis(claim.ttl)));
-                call.argument(2, |text| {
-                    value::write_rest(text, claim, sender.server_now, sender.inbox)
-                });
-                call.argument(3, |text| write!(text, "{place}"));
-            }
-            Self::Release { claim, place, .. } => {
-                call.argument(0, |text| value::write_mine(text, *claim));
-                call.argument(1, |text| write!(text, "{place}"));
-            }
-            Self::Renew {
-                claim, token, ttl, ..
-            } => {
-                call.argument(0, |text| value::write_grant(text, *claim, *token));
-                call.argument(1, |text| write!(text, "{}", millis(*ttl)));
-            }
+            arguments: self.arguments(sender),
         }
-        call
     }
 
     /// The keys of its lock.
@@ -130,43 +115,73 @@ impl<'a> Request<'a> {
 
     /// The script and its call.
     pub(crate) fn command(&self, sender: Sender) -> (&'static Script, Cmd) {
-        match self {
-            Self::Acquire { claim, place, keys } => {
-                let script = &sender.minting.acquire;
-                let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
-                cmd.arg(sender.floor)
-                    .arg(value::mine(claim.id))
-                    .arg(millis(claim.ttl))
-                    .arg(value::rest(claim, sender.server_now, sender.inbox));
-                (script, place.write(cmd))
-            }
-            Self::Release { claim, place, keys } => {
-                let script = &sender.minting.release;
-                let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
-                cmd.arg(sender.floor).arg(value::mine(*claim));
-                (script, place.write(cmd))
-            }
-            Self::Renew {
-                claim,
-                token,
-                ttl,
-                keys,
-            } => {
-                let mut cmd = script::call(&RENEW, &[&keys.lock]);
-                cmd.arg(value::grant(*claim, *token)).arg(millis(*ttl));
-                (&RENEW, cmd)
+        let keys = self.keys();
+        let minting = |script| {
+            let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
+            cmd.arg(sender.floor);
+            (script, cmd)
+        };
+        let (script, mut cmd) = match self {
+            Self::Acquire { .. } => minting(&sender.minting.acquire),
+            Self::Release { .. } => minting(&sender.minting.release),
+            Self::Renew { .. } => (&*RENEW, script::call(&RENEW, &[&keys.lock])),
+        };
+        for argument in self.arguments(sender).iter() {
+            if !argument.is_empty() {
+                cmd.arg(argument);
             }
         }
+        (script, cmd)
+    }
+
+    fn arguments(&self, sender: Sender) -> Arguments {
+        let mut arguments = Arguments {
+            text: String::with_capacity(256),
+            ends: [0; 4],
+            count: 0,
+        };
+        match self {
+            Self::Acquire { claim, place, .. } => {
+                arguments.add(|text| value::write_mine(text, claim.id));
+                arguments.add(|text| write!(text, "{}", millis(claim.ttl)));
+                arguments
+                    .add(|text| value::write_rest(text, claim, sender.server_now, sender.inbox));
+                arguments.add(|text| write!(text, "{place}"));
+            }
+            Self::Release { claim, place, .. } => {
+                arguments.add(|text| value::write_mine(text, *claim));
+                arguments.add(|text| write!(text, "{place}"));
+            }
+            Self::Renew {
+                claim, token, ttl, ..
+            } => {
+                arguments.add(|text| value::write_grant(text, *claim, *token));
+                arguments.add(|text| write!(text, "{}", millis(*ttl)));
+            }
+        }
+        arguments
+    }
+}
+
+impl Arguments {
+    fn add(&mut self, write: impl FnOnce(&mut String) -> fmt::Result) {
+        // A string takes all that is written.
+        write(&mut self.text).ok();
+        self.ends[self.count..].fill(self.text.len());
+        self.count += 1;
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &str> {
+        let mut from = 0;
+        self.ends.iter().map(move |end| {
+            let argument = &self.text[from..*end];
+            from = *end;
+            argument
+        })
     }
 }
 
 impl Together {
-    fn argument(&mut self, number: usize, write: impl FnOnce(&mut String) -> fmt::Result) {
-        // A string takes all that is written.
-        write(&mut self.text).ok();
-        self.ends[number] = self.text.len();
-    }
-
     /// One call for all of `calls`; `floor` as in [`Sender`].
     pub(crate) fn command(calls: &[Self], floor: u64) -> Cmd {
         let mut cmd = Cmd::with_capacity(5 + 7 * calls.len(), 64 + 320 * calls.len());
@@ -182,11 +197,8 @@ impl Together {
         cmd.arg(floor);
         for call in calls {
             cmd.arg(call.name);
-            let mut from = 0;
-            for end in call.ends {
-                let end = end.max(from);
-                cmd.arg(&call.text[from..end]);
-                from = end;
+            for argument in call.arguments.iter() {
+                cmd.arg(argument);
             }
         }
         cmd
@@ -236,15 +248,6 @@ impl Answer {
     }
 }
 
-impl Place {
-    fn write(self, mut cmd: Cmd) -> Cmd {
-        if self != Self::None {
-            cmd.arg(self.to_string());
-        }
-        cmd
-    }
-}
-
 /// As the scripts read it.
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -257,7 +260,7 @@ impl fmt::Display for Place {
     }
 }
 
-fn millis(ttl: Duration) -> u64 {
+pub(crate) fn millis(ttl: Duration) -> u64 {
     // At most a year, see Claim::TTL_RANGE.
     ttl.as_millis().try_into().unwrap_or(u64::MAX)
 }

@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use leasehold_core::{Error, ErrorKind, Result};
 use redis::aio::{ConnectionLike as _, MultiplexedConnection};
-use redis::{
-    AsyncConnectionConfig, ConnectionAddr, FromRedisValue as _, PushInfo, RedisResult, Value,
-};
+use redis::{ConnectionAddr, FromRedisValue as _, PushInfo, RedisResult, Value};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -17,14 +15,13 @@ use tracing::debug;
 use crate::RedisOptions;
 use crate::error;
 use crate::options::invalid;
+use crate::target::without_limits;
 
 /// Which sentinels there are, and what they call the master.
 #[derive(Clone)]
 pub(crate) struct Watch {
     sentinels: Vec<(String, u16)>,
     master: String,
-    pub(crate) username: Option<String>,
-    pub(crate) password: Option<String>,
 }
 
 /// What a URL with sentinels says.
@@ -51,12 +48,7 @@ impl Watch {
                  redis+sentinel://one,two,three/mymaster; it is made of letters, digits and any of .-_",
             ));
         }
-        Ok(Self {
-            sentinels,
-            master,
-            username: None,
-            password: None,
-        })
+        Ok(Self { sentinels, master })
     }
 
     /// Reads `redis[s]+sentinel://[user[:password]@]host[:port][,host[:port]…]/master[/database]`;
@@ -164,7 +156,7 @@ const SILENCE: Duration = Duration::from_secs(10);
 impl Sentinels {
     pub(crate) fn new(options: &RedisOptions, watch: &Watch) -> Result<Self> {
         let sentinel = |(host, port): &(String, u16)| {
-            let client = options.at_sentinel(watch, host, *port).client()?;
+            let client = options.at_sentinel(host, *port).client()?;
             let address = format!("{host}:{port}");
             Ok(Arc::new(Sentinel { address, client }))
         };
@@ -324,9 +316,7 @@ impl Sentinel {
         &self,
         news: Option<mpsc::UnboundedSender<PushInfo>>,
     ) -> Result<MultiplexedConnection> {
-        let mut config = AsyncConnectionConfig::new()
-            .set_response_timeout(None)
-            .set_connection_timeout(None);
+        let mut config = without_limits();
         if let Some(news) = news {
             config = config.set_push_sender(news);
         }

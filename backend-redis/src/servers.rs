@@ -1,6 +1,5 @@
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use leasehold_core::{Error, Holder, Moment, Result};
@@ -9,6 +8,7 @@ use tokio::time::{sleep, timeout};
 use tracing::debug;
 use uuid::Uuid;
 
+use crate::at_once::poll_once;
 use crate::client::{Client, Shared};
 use crate::cluster::{Cluster, Node};
 use crate::connection::Connection;
@@ -60,7 +60,8 @@ pub(crate) struct Answered<T> {
 pub(crate) enum Failed {
     /// The server, or the connection to it, says so.
     Said(Arc<Client>, RedisError),
-    /// The lock's slot is moving to another node, and the request needs keys that may be on either.
+    /// The lock's slot is moving to another node, and the request needs keys that may be on either: the
+    /// store was reached, and will do it later.
     Moving(Error),
     Else(Error),
 }
@@ -143,7 +144,7 @@ impl Servers {
         &self,
         request: Request<'_>,
         at: &mut Option<Line>,
-    ) -> Result<Answered<Answer>> {
+    ) -> Result<Answered<Answer>, Failed> {
         self.request_from(None, request, at).await
     }
 
@@ -154,7 +155,7 @@ impl Servers {
         line: Option<Line>,
         request: Request<'_>,
         at: &mut Option<Line>,
-    ) -> Result<Answered<Answer>> {
+    ) -> Result<Answered<Answer>, Failed> {
         let answered = match self {
             Self::One(client) => {
                 let line = match line {
@@ -182,10 +183,14 @@ impl Servers {
                     line,
                 });
             }
-            Err(failed) => return Err(failed.into()),
+            Err(failed) => return Err(failed),
         };
         let answer =
             Answer::read(&answer).ok_or_else(|| error::unexpected(&line.client.address))?;
+        // The master of before may go on answering; grants are judged by whoever asked for them.
+        if line.connection.is_over() && !matches!(request, Request::Acquire { .. }) {
+            return Err(error::superseded(&line.client.address).into());
+        }
         if let Answer::Granted(token) = answer {
             self.shared().saw(token.get());
         }
@@ -199,21 +204,8 @@ impl Servers {
     pub(crate) async fn holder(&self, keys: &LockKeys) -> Result<Option<Holder>> {
         let make = |_| (&*HOLDER, script::call(&HOLDER, &[&keys.lock]));
         let held = self.call(keys, true, make).await?;
-        match held.answer {
-            Value::Nil => Ok(None),
-            Value::Array(fields) => match &fields[..] {
-                [
-                    Value::BulkString(value),
-                    Value::Int(left),
-                    Value::BulkString(grant),
-                ] => {
-                    let grant = String::from_utf8_lossy(grant).into_owned();
-                    Ok(Some(value::holder(value, *left, grant)))
-                }
-                _ => Err(error::unexpected(&held.line.client.address)),
-            },
-            _ => Err(error::unexpected(&held.line.client.address)),
-        }
+        value::holder(&held.answer, value::ours)
+            .ok_or_else(|| error::unexpected(&held.line.client.address))
     }
 
     /// Calls a script that is no [`Request`]. `again`: it may be sent again if the first was not
@@ -259,20 +251,13 @@ impl Servers {
                     place,
                     keys: &keys,
                 };
-                servers
-                    .request_from(Some(line), request, &mut None)
-                    .await
-                    .map(drop)
+                let answered = servers.request_from(Some(line), request, &mut None).await;
+                answered.map(drop).map_err(Error::from)
             })
         };
-        let mut begun = Poll::Pending;
-        if !std::thread::panicking() {
-            // Unconstrained: a task that has used up its budget would see it pending unsent.
-            let mut once = pin!(tokio::task::unconstrained(first.as_mut()));
-            begun = once.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-            if let Poll::Ready(Ok(())) = begun {
-                return;
-            }
+        let begun = poll_once(&line.connection.runtime, first.as_mut());
+        if let Poll::Ready(Ok(())) = begun {
+            return;
         }
         let servers = self.downgrade();
         let task = async move {
@@ -299,7 +284,10 @@ impl Servers {
                     place,
                     keys: &keys,
                 };
-                let again = async { servers.request(request, &mut None).await.map(drop) };
+                let again = async {
+                    let answered = servers.request(request, &mut None).await;
+                    answered.map(drop).map_err(Error::from)
+                };
                 answer = timeout(CANCEL_LIMIT, again).await;
             }
         };

@@ -16,6 +16,13 @@ pub(crate) enum Target {
     Watched(Arc<Sentinels>),
 }
 
+/// For requests that have their own limits, on connections whose opening has one.
+pub(crate) fn without_limits() -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new()
+        .set_response_timeout(None)
+        .set_connection_timeout(None)
+}
+
 /// Who says when a connection is no longer one to the master.
 pub(crate) struct Watcher {
     sentinels: Arc<Sentinels>,

@@ -2,6 +2,7 @@ use std::fmt::{self, Write as _};
 use std::time::{Duration, SystemTime};
 
 use leasehold_core::{Claim, Holder, OwnerId, Token};
+use redis::Value;
 use uuid::Uuid;
 
 /// What the value of a lock begins with: ours, and the version of its form. Writers of other
@@ -11,11 +12,6 @@ const FORMAT: &str = "leasehold:1 ";
 /// The value of a lock in front of the token.
 pub(crate) fn mine(claim: Uuid) -> String {
     written(|text| write_mine(text, claim))
-}
-
-/// The value behind the token; `since` is the time of the grant in ms since 1970.
-pub(crate) fn rest(claim: &Claim, since: u64, inbox: Uuid) -> String {
-    written(|text| write_rest(text, claim, since, inbox))
 }
 
 /// The beginning of the value of the lock that this grant holds.
@@ -31,7 +27,7 @@ pub(crate) fn write_mine(text: &mut String, claim: Uuid) -> fmt::Result {
     Ok(())
 }
 
-/// As [`rest`].
+/// The value behind the token; `since` is the time of the grant in ms since 1970.
 pub(crate) fn write_rest(text: &mut String, claim: &Claim, since: u64, inbox: Uuid) -> fmt::Result {
     write!(text, " {} {since} ", claim.ttl.as_millis())?;
     text.push_str(inbox.hyphenated().encode_lower(&mut Uuid::encode_buffer()));
@@ -53,12 +49,43 @@ fn written(write: impl FnOnce(&mut String) -> fmt::Result) -> String {
     text
 }
 
-/// Reads a lock's value: ours, or whatever another program wrote, which is shown as the owner.
-pub(crate) fn holder(value: &[u8], left: i64, grant: String) -> Holder {
-    let mut holder = Holder::new(grant);
+/// What a lock's value says of its holder: token, since when in ms since 1970, owner, label.
+pub(crate) type Said<'a> = (u64, u64, &'a str, &'a str);
+
+/// Reads what `holder.lua` answers: nobody, or the lock's value, how many ms are left, and what names the
+/// grant. `ours` reads values of our own; what another program wrote is shown as the owner. `None` if it
+/// is no such answer.
+pub(crate) fn holder(
+    answer: &Value,
+    ours: impl Fn(&str) -> Option<Said<'_>>,
+) -> Option<Option<Holder>> {
+    let fields = match answer {
+        Value::Nil => return Some(None),
+        Value::Array(fields) => fields,
+        _ => return None,
+    };
+    let [
+        Value::BulkString(value),
+        Value::Int(left),
+        Value::BulkString(grant),
+    ] = &fields[..]
+    else {
+        return None;
+    };
+    Some(Some(held(value, *left, grant, ours)))
+}
+
+/// Reads a lock's value in the same way.
+pub(crate) fn held(
+    value: &[u8],
+    left: i64,
+    grant: &[u8],
+    ours: impl Fn(&str) -> Option<Said<'_>>,
+) -> Holder {
+    let mut holder = Holder::new(String::from_utf8_lossy(grant));
     holder.remaining = u64::try_from(left).ok().map(Duration::from_millis);
     let text = String::from_utf8_lossy(value);
-    match text.strip_prefix(FORMAT).and_then(ours) {
+    match ours(&text) {
         Some((token, since, owner, label)) => {
             holder.token = Some(Token::new(token));
             holder.since = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(since));
@@ -77,8 +104,9 @@ pub(crate) fn other_data(left: i64) -> Holder {
     holder
 }
 
-fn ours(fields: &str) -> Option<(u64, u64, &str, &str)> {
-    let mut fields = fields.splitn(7, ' ');
+/// Reads a value of the form that is described in `hand_over.lua`.
+pub(crate) fn ours(value: &str) -> Option<Said<'_>> {
+    let mut fields = value.strip_prefix(FORMAT)?.splitn(7, ' ');
     let _claim: Uuid = fields.next()?.parse().ok()?;
     let token = fields.next()?.parse().ok()?;
     let _ttl: u64 = fields.next()?.parse().ok()?;
@@ -90,7 +118,7 @@ fn ours(fields: &str) -> Option<(u64, u64, &str, &str)> {
 }
 
 /// A host's name should have no blanks; if it has, the fields must not shift.
-fn one_word(owner: &OwnerId) -> String {
+pub(crate) fn one_word(owner: &OwnerId) -> String {
     let mut text = owner.to_string();
     if text.contains(char::is_whitespace) {
         text = text.replace(char::is_whitespace, "_");
@@ -104,15 +132,21 @@ mod tests {
 
     use super::*;
 
+    fn read(value: &[u8], left: i64) -> Holder {
+        let bulk = |text: &[u8]| Value::BulkString(text.to_vec());
+        let answer = Value::Array(vec![bulk(value), Value::Int(left), bulk(b"g")]);
+        holder(&answer, ours).unwrap().unwrap()
+    }
+
     #[test]
     fn our_value_is_read_back() {
         let mut claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(1)).unwrap();
         claim.label = Some("nightly  run\nwith lines".into());
         let inbox = Uuid::new_v4();
-        let rest = rest(&claim, 1_700_000_000_123, inbox);
+        let rest = written(|text| write_rest(text, &claim, 1_700_000_000_123, inbox));
         let value = format!("{}17{rest}", mine(claim.id));
         assert!(value.starts_with(&grant(claim.id, Token::new(17))));
-        let holder = holder(value.as_bytes(), 900, "g".into());
+        let holder = read(value.as_bytes(), 900);
         assert_eq!(holder.token, Some(Token::new(17)));
         assert_eq!(holder.owner, Some(claim.owner.to_string()));
         assert_eq!(holder.label.as_deref(), Some("nightly  run\nwith lines"));
@@ -130,7 +164,7 @@ mod tests {
             b"leasehold:2 a b c",
             b"\xff\xfe",
         ] {
-            let holder = holder(value, -1, "g".into());
+            let holder = read(value, -1);
             assert_eq!(
                 holder.owner.as_deref(),
                 Some(&*String::from_utf8_lossy(value))

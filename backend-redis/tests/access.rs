@@ -3,11 +3,8 @@
 
 mod support;
 
-use std::path::Path;
-use std::process::Command;
-
 use leasehold_conformance::fixtures::redis::RedisServer;
-use leasehold_core::{Backend, Error, ErrorKind};
+use leasehold_core::{Backend, ErrorKind};
 use leasehold_redis::{Redis, RedisOptions, Redlock, RedlockOptions};
 use support::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -16,11 +13,6 @@ use tokio::net::TcpListener;
 const PASSWORD: &str = "p@ss:w/rd#1";
 /// The same in a URL.
 const ENCODED: &str = "p%40ss%3Aw%2Frd%231";
-
-fn says(error: &Error, what: &str) {
-    let text = format!("{error} {error:?}");
-    assert!(text.contains(what), "it does not say {what}: {text}");
-}
 
 fn hides(text: &str) {
     for secret in [PASSWORD, ENCODED, "p@ss", "w/rd", "rd#1"] {
@@ -70,6 +62,48 @@ fn urls_of_every_form_are_read() {
     ] {
         let options = RedisOptions::new(url).unwrap();
         assert!(!format!("{options:?}").contains("secret"), "{options:?}");
+    }
+}
+
+/// Nothing listens there, so nothing can be sent: the options alone decide.
+#[tokio::test]
+async fn an_option_that_means_nothing_there_is_refused() {
+    const SINGLE: &str = "redis://127.0.0.1:1";
+    const CLUSTER: &str = "redis+cluster://127.0.0.1:1";
+    const SENTINEL: &str = "redis+sentinel://127.0.0.1:1/m";
+    const SOCKET: &str = "unix:///nowhere";
+    type With = fn(RedisOptions) -> RedisOptions;
+    let username: With = |options| options.with_sentinel_username("me");
+    let password: With = |options| options.with_sentinel_password(PASSWORD);
+    let address: With = |options| options.with_node_address(("a", 1), ("b", 2));
+    let database: With = |options| options.with_database(1);
+    for (with, urls, option) in [
+        (
+            username,
+            &[SINGLE, CLUSTER, SOCKET][..],
+            "with_sentinel_username",
+        ),
+        (
+            password,
+            &[SINGLE, CLUSTER, SOCKET],
+            "with_sentinel_password",
+        ),
+        (address, &[SINGLE, SENTINEL, SOCKET], "with_node_address"),
+        (database, &[CLUSTER], "with_database"),
+    ] {
+        for url in urls {
+            let options = with(RedisOptions::new(url).unwrap());
+            let error = failed(Redis::connect_with(options).await);
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{url}: {error}");
+            says(&error, option);
+            hides(&format!("{error} {error:?}"));
+        }
+    }
+    for with in [username, password, address] {
+        let nodes = ["a", "b", "c"].map(|host| RedisOptions::new(format!("redis://{host}")));
+        let nodes = nodes.map(|node| with(node.unwrap()));
+        let error = failed(RedlockOptions::from_nodes(nodes));
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     }
 }
 
@@ -406,201 +440,4 @@ async fn a_unix_socket_will_do() {
         .unwrap();
     let _hold = granted(&client, &claim("a", LONG)).await;
     assert!(is_taken(&connect(&server).await, "a").await);
-}
-
-/// Certificates made by `openssl`: an authority, a server and a client that it signed.
-fn certificates(folder: &Path) {
-    let openssl = |arguments: &[&str]| {
-        let made = Command::new("openssl")
-            .args(arguments)
-            .current_dir(folder)
-            .output();
-        let made = made.expect("openssl is installed");
-        assert!(
-            made.status.success(),
-            "{}",
-            String::from_utf8_lossy(&made.stderr)
-        );
-    };
-    for authority in ["ca", "other-ca"] {
-        let (key, cert) = (format!("{authority}.key"), format!("{authority}.crt"));
-        openssl(&[
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=tests",
-            "-keyout",
-            &key,
-            "-out",
-            &cert,
-        ]);
-    }
-    let names = folder.join("names");
-    std::fs::write(&names, "subjectAltName=DNS:localhost,IP:127.0.0.1\n").unwrap();
-    for who in ["server", "client"] {
-        let (key, request, cert) = (
-            format!("{who}.key"),
-            format!("{who}.csr"),
-            format!("{who}.crt"),
-        );
-        openssl(&[
-            "req",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-subj",
-            "/CN=localhost",
-            "-keyout",
-            &key,
-            "-out",
-            &request,
-        ]);
-        openssl(&[
-            "x509",
-            "-req",
-            "-in",
-            &request,
-            "-CA",
-            "ca.crt",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-days",
-            "2",
-            "-extfile",
-            "names",
-            "-out",
-            &cert,
-        ]);
-    }
-}
-
-/// A server that speaks nothing but TLS, and wants to see a certificate.
-fn tls(folder: &Path) -> [String; 10] {
-    let file = |name: &str| folder.join(name).display().to_string();
-    [
-        "--port".into(),
-        "0".into(),
-        "--tls-port".into(),
-        "{port}".into(),
-        "--tls-cert-file".into(),
-        file("server.crt"),
-        "--tls-key-file".into(),
-        file("server.key"),
-        "--tls-ca-cert-file".into(),
-        file("ca.crt"),
-    ]
-}
-
-#[tokio::test]
-async fn tls_with_an_authority_and_a_client_certificate_of_ones_own() {
-    leasehold_conformance::skip_without!(RedisServer::missing());
-    let folder = tempfile::tempdir().unwrap();
-    certificates(folder.path());
-    let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
-    let server = server(tls(folder.path()).each_ref().map(String::as_str)).await;
-    let url = format!("rediss://127.0.0.1:{}", server.port());
-    let bare = RedisOptions::new(&url).unwrap();
-    let trusting = bare.clone().with_certificate_authority(read("ca.crt"));
-    let whole = trusting
-        .clone()
-        .with_client_certificate(read("client.crt"), read("client.key"));
-
-    let client = Redis::connect_with(whole.clone()).await.unwrap();
-    let mut hold = granted(&client, &claim("a", LONG)).await;
-    let waiter = spawn(&client, waiting("a", LONG));
-    hold.renew().await.unwrap();
-    assert!(is_taken(&Redis::connect_with(whole.clone()).await.unwrap(), "a").await);
-    server.restart().await.unwrap();
-    // What is held is gone with the data, and the waiter is served over a new connection.
-    served(SOON, waiter).await;
-
-    // Nobody vouches for the server; another does; the server asks for a certificate of ours.
-    let other = whole
-        .clone()
-        .with_certificate_authority(read("other-ca.crt"));
-    let refusals = [
-        (bare, "with_certificate_authority"),
-        (other, "with_certificate_authority"),
-        (trusting, "with_client_certificate"),
-    ];
-    for (options, advice) in refusals {
-        let error = within(SOON, "it is refused", Redis::connect_with(options)).await;
-        let error = failed(error);
-        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
-        says(&error, advice);
-    }
-    // Plain text to a TLS port, and certificates without TLS.
-    let plain = url.replace("rediss", "redis");
-    failed(Redis::connect(&plain).await);
-    let error = RedisOptions::new(&plain)
-        .unwrap()
-        .with_certificate_authority(read("ca.crt"));
-    let error = failed(Redis::connect_with(error).await);
-    assert_eq!(error.kind(), ErrorKind::Invalid);
-    says(&error, "rediss://");
-    let garbage = whole.with_client_certificate("garbage", "garbage");
-    let error = failed(Redis::connect_with(garbage).await);
-    assert_eq!(error.kind(), ErrorKind::Invalid);
-    says(&error, "PEM");
-}
-
-#[tokio::test]
-async fn tls_on_each_node_of_a_redlock() {
-    leasehold_conformance::skip_without!(RedisServer::missing());
-    let folder = tempfile::tempdir().unwrap();
-    certificates(folder.path());
-    let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
-    let servers = servers(3, tls(folder.path()).each_ref().map(String::as_str)).await;
-    let options = |set: &dyn Fn(RedisOptions) -> RedisOptions| {
-        let nodes = servers.iter().map(|server| {
-            let url = format!("rediss://127.0.0.1:{}", server.port());
-            set(RedisOptions::new(url).unwrap())
-        });
-        for_new(RedlockOptions::from_nodes(nodes).unwrap())
-    };
-    let trusting = |node: RedisOptions| node.with_certificate_authority(read("ca.crt"));
-    let whole = |node: RedisOptions| {
-        trusting(node).with_client_certificate(read("client.crt"), read("client.key"))
-    };
-
-    let client = redlock(options(&whole)).await;
-    let mut hold = granted(&client, &claim("a", LONG)).await;
-    hold.renew().await.unwrap();
-    let waiter = spawn(&client, waiting("a", LONG));
-    let other = redlock(options(&whole)).await;
-    assert!(is_taken(&other, "a").await);
-    hold.release().await.unwrap();
-    served(SOON, waiter).await;
-    // A node that was restarted is connected to again: with the third one gone, it takes its vote.
-    servers[0].restart().await.unwrap();
-    // Whoever connects sees to it that the node knows what the others know.
-    redlock(options(&whole)).await;
-    servers[1].process().kill();
-    let again = claim("b", LONG);
-    until("the node votes again", async || {
-        matches!(client.acquire(&again).await, Ok(Some(_)))
-    })
-    .await;
-    servers[1].start_again().await.unwrap();
-
-    let refusals: [(&dyn Fn(RedisOptions) -> RedisOptions, _); 3] = [
-        (&|node| node, "with_certificate_authority"),
-        (
-            &|node| whole(node).with_certificate_authority(read("other-ca.crt")),
-            "with_certificate_authority",
-        ),
-        (&trusting, "with_client_certificate"),
-    ];
-    for (set, advice) in refusals {
-        let refused = Redlock::connect_with(options(set));
-        let error = failed(within(SOON, "it is refused", refused).await);
-        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
-        says(&error, advice);
-    }
 }

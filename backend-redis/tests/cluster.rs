@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis_cluster::RedisCluster;
-use leasehold_core::{Backend, Error, ErrorKind, Locks, Moment, Result};
+use leasehold_core::{Backend, ErrorKind, Locks, Moment, Result};
 use leasehold_redis::{Redis, RedisOptions, RedlockOptions};
 use redis::Value;
 use redis::aio::MultiplexedConnection;
 use support::*;
+use tokio::runtime::Builder;
 
 /// A node that is silent for so long is replaced.
 const TIMEOUT: [&str; 2] = ["--cluster-node-timeout", "1500"];
@@ -49,6 +50,18 @@ async fn ask<T: redis::FromRedisValue>(cluster: &RedisCluster, at: usize, words:
 async fn place(cluster: &RedisCluster, name: &str) -> (u16, usize) {
     let slot = cluster.slot(&format!("lock:{name}")).await.unwrap();
     (slot, cluster.owner(slot).await.unwrap())
+}
+
+/// The name of a lock that such a node has.
+async fn name_at(cluster: &RedisCluster, wanted: impl Fn(usize) -> bool + Send + Sync) -> String {
+    let mut number = 0;
+    loop {
+        let name = format!("b{number}");
+        if wanted(place(cluster, &name).await.1) {
+            return name;
+        }
+        number += 1;
+    }
 }
 
 /// All keys of a slot at a node.
@@ -161,10 +174,6 @@ async fn eventually(mut attempt: impl AsyncFnMut() -> Result<()>) {
     }
 }
 
-fn says(error: &Error, what: &str) {
-    assert!(error.to_string().contains(what), "not {what}: {error}");
-}
-
 /// Case 30: the client knows the slot of every name as the server does, so nothing is redirected; and
 /// whatever a lock needs is in one slot.
 #[tokio::test]
@@ -228,6 +237,49 @@ async fn every_name_is_found_at_once_and_all_its_keys_share_a_slot() {
         });
         assert_eq!(left, None);
     }
+}
+
+/// Case 30: other data in the place of a lock, of its queue or of the counter of its slot is an error, and
+/// is left alone.
+#[tokio::test]
+async fn other_data_in_the_place_of_a_lock_is_left_alone() {
+    let cluster = cluster([]).await;
+    let client = connect(&cluster).await;
+    let (slot, at) = place(&cluster, "a").await;
+    ask::<u8>(&cluster, at, &["RPUSH", "lock:a", "theirs"]).await;
+    for claim in [claim("a", LONG), waiting("a", LONG)] {
+        let error = failed(client.acquire(&claim).await);
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        says(&error, "other data");
+    }
+    let error = failed(client.evict(&key("a"), None).await);
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    failed(client.holder(&key("a")).await);
+    let list: Vec<String> = ask(&cluster, at, &["LRANGE", "lock:a", "0", "-1"]).await;
+    assert_eq!(list, ["theirs"]);
+    ask::<u8>(&cluster, at, &["DEL", "lock:a"]).await;
+
+    let mut hold = granted(&client, &claim("a", LONG)).await;
+    let waiter = spawn(&client, waiting("a", LONG));
+    until_queued(&cluster, at, slot, 1).await;
+    let ours = keys(&cluster, at, slot).await;
+    let ours = |what: &str| ours.iter().find(|key| key.contains(what)).unwrap().as_str();
+    let (queue, counter) = (ours("leasehold:queue:"), ours("leasehold:token"));
+    waiter.abort();
+    until_queued(&cluster, at, slot, 0).await;
+    ask::<Value>(&cluster, at, &["SET", queue, "theirs"]).await;
+    let error = failed(client.acquire(&waiting("a", LONG)).await);
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert_eq!(ask::<String>(&cluster, at, &["GET", queue]).await, "theirs");
+    ask::<u8>(&cluster, at, &["DEL", queue]).await;
+    hold.release().await.unwrap();
+    ask::<Value>(&cluster, at, &["SET", counter, "theirs"]).await;
+    let error = failed(client.acquire(&claim("a", LONG)).await);
+    says(&error, "leasehold:token");
+    assert_eq!(
+        ask::<String>(&cluster, at, &["GET", counter]).await,
+        "theirs"
+    );
 }
 
 /// Any program that locks with `SET … NX PX` excludes us, and we exclude it, braces or not.
@@ -331,6 +383,43 @@ async fn a_list_has_the_locks_of_all_nodes() {
     check(Some(1)).await;
 }
 
+/// A claim that may wait does so while its slot migrates, though nobody can be queued, and is served when
+/// the slot has arrived. If its wait is over before that, it hears why.
+#[tokio::test]
+async fn a_claim_that_may_wait_is_served_when_its_slot_has_arrived() {
+    const WAIT: Duration = Duration::from_secs(3);
+    let cluster = cluster([]).await;
+    let client = connect(&cluster).await;
+    let (slot, from) = place(&cluster, "a").await;
+    let moving = Move::begin(&cluster, slot, from).await;
+    let patient = spawn(&client, waiting("a", LONG));
+    let begun = Moment::now();
+    let mut limited = waiting("a", LONG);
+    limited.wait = Some(WAIT);
+    let limited = spawn(&client, limited);
+    let mut raw = raw_at(cluster.port(moving.to)).await;
+    until("it was told to try again", async || {
+        let errors: String = raw.get("INFO errorstats").await;
+        errors.contains("errorstat_TRYAGAIN")
+    })
+    .await;
+    // Tries come to an end: they begin later, and are as patient as one request of those who wait.
+    for _ in 0..2 {
+        let error = failed(client.acquire(&claim("a", LONG)).await);
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        says(&error, "slot");
+    }
+    let error = failed(within(SOON, "its wait is over", limited).await.unwrap());
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    says(&error, "slot");
+    assert!(begun.elapsed() >= WAIT);
+    assert!(!patient.is_finished());
+    moving.take_all().await;
+    moving.end().await;
+    served(SOON, patient).await.release().await.unwrap();
+    assert!(!is_taken(&client, "a").await);
+}
+
 /// A waiter that gives up while the keys of its lock are apart leaves the queue all the same, and a
 /// claim that comes meanwhile is told to come again.
 #[tokio::test]
@@ -353,8 +442,83 @@ async fn while_a_slot_migrates_waiters_leave_and_new_claims_are_unavailable() {
     assert!(is_taken(&client, "a").await);
 }
 
-/// Case 50: the slot has moved, and the inbox that the queue names is on the node before. That waiter is
-/// passed over, keeps its ticket, and comes back with it to where its slot is now.
+/// Waits until whoever has this place in the queue listens at the node.
+async fn until_listening(cluster: &RedisCluster, at: usize, slot: u16, place: usize) {
+    let mut raw = node(cluster, at).await;
+    let listening = async {
+        loop {
+            let queue = keys(cluster, at, slot).await;
+            let queue = queue.iter().find(|key| key.contains("leasehold:queue:"));
+            let entries: Vec<String> = redis::cmd("ZRANGE")
+                .arg(queue)
+                .arg(0)
+                .arg(-1)
+                .query_async(&mut raw)
+                .await
+                .unwrap();
+            let inbox = entries[place].split(' ').nth(4).unwrap();
+            let open: (String, usize) = redis::cmd("PUBSUB")
+                .arg("NUMSUB")
+                .arg(format!("lock:leasehold:inbox:{inbox}"))
+                .query_async(&mut raw)
+                .await
+                .unwrap();
+            if open.1 == 1 {
+                break;
+            }
+        }
+    };
+    within(SOON, "its inbox is at the node", listening).await;
+}
+
+/// Case 50: the slot has moved, and the first waiter's client, which stands still, has its inbox at the
+/// node before. It is passed over, the one behind it is told, and the first keeps its ticket: when it is
+/// back it stands before those who came later.
+#[test]
+fn a_waiter_whose_inbox_is_at_another_node_keeps_its_place() {
+    let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
+    let still = Builder::new_current_thread().enable_all().build().unwrap();
+    let cluster = runtime.block_on(cluster([]));
+    let (holder, other) =
+        runtime.block_on(async { (connect(&cluster).await, connect(&cluster).await) });
+    let (slot, from) = runtime.block_on(place(&cluster, "a"));
+    let mut hold = runtime.block_on(granted(&holder, &claim("a", LONG)));
+    let stopped = still.block_on(connect(&cluster));
+    let first = {
+        let _entered = still.enter();
+        spawn(&stopped, waiting("a", LONG))
+    };
+    // Its runtime runs until it stands in the queue, and then no more.
+    still.block_on(until_queued(&cluster, from, slot, 1));
+    let (mut second, third, to) = runtime.block_on(async {
+        let second = spawn(&other, waiting("a", LONG));
+        until_queued(&cluster, from, slot, 2).await;
+        let to = move_slot(&cluster, slot, from).await;
+        // Whatever its client asks shows that the slot has moved, and the second goes after it.
+        assert!(is_taken(&other, "a").await);
+        until_listening(&cluster, to, slot, 1).await;
+        hold.release().await.unwrap();
+        let second = served(SOON, second).await;
+        assert!(hold.token() < second.token());
+        // Somebody queues while the first is away.
+        let third = spawn(&other, waiting("a", LONG));
+        until_queued(&cluster, to, slot, 1).await;
+        (second, third, to)
+    });
+    still.block_on(async {
+        assert!(is_taken(&stopped, "a").await);
+        until_queued(&cluster, to, slot, 2).await;
+    });
+    runtime.block_on(second.release()).unwrap();
+    // Had it been told before, it would come back with that grant.
+    let mut first = still.block_on(served(SOON, first));
+    assert!(second.token() < first.token());
+    assert!(!third.is_finished());
+    still.block_on(first.release()).unwrap();
+    runtime.block_on(served(SOON, third));
+}
+
+/// The slot moves, and the waiter comes after it with its ticket before the lock is released.
 #[tokio::test]
 async fn a_waiter_follows_its_slot_with_its_ticket() {
     let cluster = cluster([]).await;
@@ -368,31 +532,7 @@ async fn a_waiter_follows_its_slot_with_its_ticket() {
     let to = move_slot(&cluster, slot, from).await;
     // Whatever its client asks shows that the slot has moved, and the waiter goes after it.
     assert!(is_taken(&other, "a").await);
-    let inboxes = async {
-        loop {
-            let mut raw = node(&cluster, to).await;
-            let queue = keys(&cluster, to, slot).await;
-            let queue = queue.iter().find(|key| key.contains("leasehold:queue:"));
-            let entries: Vec<String> = redis::cmd("ZRANGE")
-                .arg(queue)
-                .arg(0)
-                .arg(-1)
-                .query_async(&mut raw)
-                .await
-                .unwrap();
-            let inbox = entries[0].split(' ').nth(4).unwrap();
-            let open: (String, usize) = redis::cmd("PUBSUB")
-                .arg("NUMSUB")
-                .arg(format!("lock:leasehold:inbox:{inbox}"))
-                .query_async(&mut raw)
-                .await
-                .unwrap();
-            if open.1 == 1 {
-                break;
-            }
-        }
-    };
-    within(SOON, "its inbox is at the new node", inboxes).await;
+    until_listening(&cluster, to, slot, 0).await;
     hold.release().await.unwrap();
     // By a message: it would ask by itself after 40 s.
     let mut first = served(SOON, first).await;
@@ -586,13 +726,7 @@ async fn the_locks_of_other_shards_go_on_while_one_has_failed() {
     let cluster = cluster(arguments).await;
     let client = connect(&cluster).await;
     let (_, failing) = place(&cluster, "a").await;
-    let mut beside = String::new();
-    for number in 0.. {
-        beside = format!("b{number}");
-        if place(&cluster, &beside).await.1 != failing {
-            break;
-        }
-    }
+    let beside = name_at(&cluster, |node| node != failing).await;
     let _ours = granted(&client, &claim("a", LONG)).await;
     let mut hold = granted(&client, &claim(&beside, LONG)).await;
     // Nobody is left to take its place.
@@ -637,29 +771,30 @@ async fn replicas_of_the_locks_node_confirm_it() {
     let to = move_slot(&cluster, slot, from).await;
     eventually(async || hold.renew().await).await;
     cluster.process(to + 3).pause().unwrap();
-    let waiter = {
-        let mut waiting = waiting("a", LONG);
-        waiting.request_limit = Duration::from_secs(2);
-        spawn(&client, waiting)
+    let short = |name| {
+        let mut claim = waiting(name, LONG);
+        claim.request_limit = Duration::from_millis(500);
+        claim
     };
+    let waiter = spawn(&client, short("a"));
     until_queued(&cluster, to, slot, 1).await;
-    hold.release().await.unwrap();
-    let error = failed(within(SOON, "it is refused", waiter).await.unwrap());
+    // Granted, but not confirmed.
+    let beside = name_at(&cluster, |node| node == to).await;
+    let error = failed(client.acquire(&short(&beside)).await);
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     says(&error, "replicas");
+    // Handed over, and not confirmed: it waits on.
+    let mut raw = raw_at(cluster.port(to)).await;
+    raw.run("CONFIG RESETSTAT").await;
+    hold.release().await.unwrap();
+    until("it was to be confirmed again and again", async || {
+        raw.script_calls().await >= 10
+    })
+    .await;
+    assert!(!waiter.is_finished());
     cluster.process(to + 3).resume().unwrap();
-    let again = async {
-        while client
-            .acquire(&claim("a", LONG))
-            .await
-            .ok()
-            .flatten()
-            .is_none()
-        {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    within(SOON, "it was freed and is confirmed again", again).await;
+    let next = served(SOON, waiter).await;
+    assert!(hold.token() < next.token());
 }
 
 /// Cases 6 and 7 at each node: scripts are forgotten, connections are cut.
@@ -827,6 +962,37 @@ async fn a_prefix_that_would_part_a_lock_from_its_queue_is_refused() {
     served(SOON, waiter).await;
 }
 
+/// Rights are tried on every master, wherever the locks will be; one that is down keeps nobody from
+/// connecting.
+#[tokio::test]
+async fn a_right_that_one_master_lacks_is_found_when_connecting() {
+    let cluster = cluster(["--cluster-require-full-coverage", "no"]).await;
+    for at in 0..6 {
+        let user = "ACL SETUSER locks on >secret ~* &* +@all";
+        cluster.ask(at, user).await.unwrap();
+    }
+    let url = cluster.url().replace("://", "://locks:secret@");
+    for at in 0..3 {
+        let set = async |rule: &str| {
+            let set = format!("ACL SETUSER locks {rule}");
+            cluster.ask(at, &set).await.unwrap();
+        };
+        set("-zpopmin").await;
+        let error = failed(Redis::connect(&url).await);
+        assert_eq!(error.kind(), ErrorKind::Other, "{error}");
+        says(&error, "+zpopmin");
+        says(&error, &cluster.port(at).to_string());
+        set("+zpopmin").await;
+    }
+    let (_, failing) = place(&cluster, "a").await;
+    // Nobody is left to take its place.
+    cluster.process(failing + 3).kill();
+    cluster.process(failing).kill();
+    let client = Redis::connect(&url).await.unwrap();
+    let error = failed(client.acquire(&claim("a", LONG)).await);
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+}
+
 /// Case 30: a user who may do what the README lists and nothing else, on keys and channels of the prefix.
 #[tokio::test]
 async fn a_user_limited_to_the_prefix_has_all_rights_that_are_needed() {
@@ -859,6 +1025,10 @@ async fn a_user_limited_to_the_prefix_has_all_rights_that_are_needed() {
     let next = served(A_THIRD, waiter).await;
     assert!(client.evict(&key("a"), None).await.unwrap());
     within(SOON, "the holder hears of it", next.validity().ended()).await;
+    for at in 0..3 {
+        let log: Vec<Value> = ask(&cluster, at, &["ACL", "LOG"]).await;
+        assert!(log.is_empty(), "refused: {log:?}");
+    }
 
     for (without, right) in [("-cluster|slots", "+cluster|slots"), ("-asking", "+asking")] {
         set(without).await;

@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
+mod support;
+
 use std::process::{Child, Command, Stdio};
 
 use leasehold_conformance::fixtures::redis::RedisServer;
@@ -111,12 +113,5 @@ async fn buy(store: &mut MultiplexedConnection) {
 
 async fn connect(url: &str) -> MultiplexedConnection {
     let client = redis::Client::open(url).unwrap();
-    // The machine may be busy: answers are waited for.
-    let config = redis::AsyncConnectionConfig::new()
-        .set_connection_timeout(None)
-        .set_response_timeout(None);
-    client
-        .get_multiplexed_async_connection_with_config(&config)
-        .await
-        .unwrap()
+    support::patient(&client).await.unwrap()
 }

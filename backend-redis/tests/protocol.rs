@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis::RedisServer;
-use leasehold_core::{Backend, ErrorKind, Locks, Moment, OwnerId, Token};
+use leasehold_core::{Backend, ErrorKind, Locks, OwnerId, Token};
 use leasehold_redis::{Redis, RedisOptions};
 use support::*;
 use tokio::runtime::Builder;
@@ -273,108 +273,6 @@ async fn a_free_lock_costs_one_request_to_take_and_one_to_free() {
     assert_eq!(raw.script_calls().await, 20);
 }
 
-/// Case 52: a foreign lock without a ttl is waited for, and its end noticed within a third of ours.
-#[tokio::test]
-async fn a_waiter_wakes_after_a_foreign_lock_was_deleted() {
-    leasehold_conformance::skip_without!(RedisServer::missing());
-    let server = server([]).await;
-    let (client, mut raw) = (connect(&server).await, raw(&server).await);
-    raw.run("SET lock:a foreign").await;
-    let waiter = spawn(&client, waiting("a", Duration::from_secs(3)));
-    raw.until_queued("a", 1).await;
-    raw.run("DEL lock:a").await;
-    // Nobody tells: a second is owed, the rest is for a busy machine.
-    served(Duration::from_secs(11), waiter).await;
-}
-
-/// Case 52: a holder with a shorter ttl than the waiters' dies, having taken the lock when it was free
-/// and having been handed it.
-#[tokio::test]
-async fn a_waiter_wakes_after_a_holder_with_a_shorter_ttl_died() {
-    leasehold_conformance::skip_without!(RedisServer::missing());
-    let server = server([]).await;
-    let (client, mut raw) = (connect(&server).await, raw(&server).await);
-    let short = Duration::from_millis(300);
-    let dead = granted(&client, &claim("a", short)).await;
-    let waiter = spawn(&client, waiting("a", LONG));
-    drop(dead);
-    let mut hold = served(SOON, waiter).await;
-
-    let first = spawn(&client, waiting("a", short));
-    raw.until_queued("a", 1).await;
-    let second = spawn(&client, waiting("a", LONG));
-    raw.until_queued("a", 2).await;
-    hold.release().await.unwrap();
-    drop(served(SOON, first).await);
-    served(SOON, second).await;
-}
-
-/// Case 51: fifty waiters of a process that is stopped stand in front, and an operator listens to
-/// every channel, so that their inboxes seem open.
-#[test]
-fn stopped_waiters_and_an_operator_who_listens_do_not_hold_up_the_living() {
-    leasehold_conformance::skip_without!(RedisServer::missing());
-    let ttl = Duration::from_secs(2);
-    let runtime = Builder::new_multi_thread().enable_all().build().unwrap();
-    let server = runtime.block_on(server([]));
-    let (mut hold, client, mut raw) = runtime.block_on(async {
-        let client = connect(&server).await;
-        let hold = granted(&client, &claim("a", LONG)).await;
-        (hold, client, raw(&server).await)
-    });
-    let operator = redis::Client::open(server.url()).unwrap();
-    let mut operator = runtime.block_on(operator.get_async_pubsub()).unwrap();
-    runtime.block_on(operator.psubscribe("*")).unwrap();
-
-    let (stopped, go_on) = stopped_client(&server, 50, ttl);
-    runtime.block_on(raw.until_queued("a", 50));
-    let waiter = {
-        let _entered = runtime.enter();
-        spawn(&client, waiting("a", ttl))
-    };
-    runtime.block_on(raw.until_queued("a", 51));
-    let released = Moment::now();
-    let hold = runtime.block_on(async {
-        hold.release().await.unwrap();
-        served(SOON, waiter).await
-    });
-    let waited = released.elapsed();
-    // Two ttls are owed, the rest is for a busy machine; one after the other it would be fifty.
-    assert!(waited < 2 * ttl + Duration::from_secs(8), "{waited:?}");
-    drop(hold);
-    drop(go_on);
-    stopped.join().unwrap();
-}
-
-/// A client with so many waiters for `a`, whose only thread stops once they are queued, until the
-/// sender is dropped.
-fn stopped_client(
-    server: &RedisServer,
-    waiters: usize,
-    ttl: Duration,
-) -> (std::thread::JoinHandle<()>, mpsc::Sender<()>) {
-    let (go_on, stopped) = mpsc::channel::<()>();
-    let url = server.url();
-    let thread = std::thread::spawn(move || {
-        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-        let client = runtime.block_on(Redis::connect(&url)).unwrap();
-        runtime.block_on(async {
-            for _ in 0..waiters {
-                drop(spawn(&client, waiting("a", ttl)));
-            }
-            let raw = redis::Client::open(url).unwrap();
-            let mut raw = patient(&raw).await.unwrap();
-            let mut zcard = redis::cmd("ZCARD");
-            zcard.arg("lock:leasehold:queue:a");
-            while zcard.query_async::<usize>(&mut raw).await.unwrap() < waiters {
-                tokio::task::yield_now().await;
-            }
-        });
-        assert!(stopped.recv().is_err());
-    });
-    (thread, go_on)
-}
-
 /// Case 33: a waiter's process is stopped just before the lock is handed to it and goes on after the
 /// ttl, when another has it: the message that it finds is not believed, and it gets its turn later.
 #[test]
@@ -435,44 +333,4 @@ fn a_grant_that_meets_a_stopped_process_is_not_believed_later() {
         (late, ended)
     });
     assert!(!ended, "granted {token} without validity");
-}
-
-/// Case 57: clients crash and come back behind a long hold; the queue does not keep them all.
-#[tokio::test]
-async fn the_queue_stays_near_the_living_when_clients_crash() {
-    leasehold_conformance::skip_without!(RedisServer::missing());
-    let server = server([]).await;
-    let (client, mut raw) = (connect(&server).await, raw(&server).await);
-    let _hold = granted(&client, &claim("a", LONG)).await;
-    let alive: Vec<_> = (0..5).map(|_| spawn(&client, waiting("a", LONG))).collect();
-    raw.until_queued("a", 5).await;
-    let mut queued = 5;
-    for _round in 0..40 {
-        let url = server.url();
-        let crashing = std::thread::spawn(move || {
-            let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(async {
-                let client = Redis::connect(url).await.unwrap();
-                let waiters: Vec<_> = (0..10).map(|_| waiting("a", LONG)).collect();
-                let mut waiters: Vec<_> =
-                    waiters.iter().map(|claim| client.acquire(claim)).collect();
-                for waiter in &mut waiters {
-                    // Until the server has put it in the queue: then a second request is due much later.
-                    let asked = tokio::time::timeout(Duration::from_millis(20), waiter).await;
-                    assert!(asked.is_err());
-                }
-                // A crash withdraws nothing.
-                std::mem::forget(waiters);
-            });
-        });
-        tokio::task::spawn_blocking(|| crashing.join().unwrap())
-            .await
-            .unwrap();
-        queued += 10;
-    }
-    let length: usize = raw.get("ZCARD lock:leasehold:queue:a").await;
-    assert!(length < queued / 4, "{length} of {queued} are kept, 5 live");
-    let queue_ttl: i64 = raw.get("PTTL lock:leasehold:queue:a").await;
-    assert!((1..=600_000).contains(&queue_ttl), "{queue_ttl}");
-    assert!(alive.iter().all(|waiter| !waiter.is_finished()));
 }

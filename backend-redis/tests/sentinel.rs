@@ -77,6 +77,35 @@ fn quick(name: &str) -> leasehold_core::Claim {
     claim
 }
 
+/// The servers behind proxies, and the URL of sentinels that name the proxies.
+async fn behind_proxies(group: &SentinelGroup) -> (Vec<Proxy>, String) {
+    let mut lines = Vec::new();
+    let mut pairs = Vec::new();
+    for server in group.servers() {
+        let port = server.port();
+        let proxy = Proxy::start(&format!("127.0.0.1:{port}")).await.unwrap();
+        pairs.push((port.to_string(), proxy.address().port().to_string()));
+        lines.push(proxy);
+    }
+    let pairs: Vec<_> = pairs
+        .iter()
+        .map(|(from, to)| (from.as_str(), to.as_str()))
+        .collect();
+    (lines, relay::sentinels(&group.url(), &pairs).await)
+}
+
+/// A planned failover after which the first server goes on taking itself for the master, though the
+/// sentinels tell it otherwise; else that lasts ten seconds.
+async fn two_masters(group: &SentinelGroup) -> usize {
+    let mut old = raw(&group.servers()[0]).await;
+    old.run("ACL SETUSER default -slaveof -replicaof").await;
+    let sentinel = group.sentinels()[0].port(0);
+    ask(sentinel, "SENTINEL FAILOVER mymaster").await.unwrap();
+    let master = new_master(group, 0).await;
+    assert!(group.is_master(0).await.unwrap());
+    master
+}
+
 /// The inboxes that are open at a server.
 async fn inboxes(port: u16) -> Vec<String> {
     let channels = ask(port, "PUBSUB CHANNELS lock:leasehold:inbox:*").await;
@@ -213,6 +242,96 @@ async fn an_old_master_that_comes_back_is_left_alone() {
     assert!(!has_client(&group.servers()[0]).await);
     assert!(has_client(&group.servers()[master]).await);
     drop(hold);
+}
+
+/// What is on its way when the master changes is answered by the old one, and proves nothing: no grant
+/// is believed, and nothing counts as renewed or freed before the new one says so. What the new one had
+/// of a claim that was refused so is withdrawn there.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_master_before_answers_late_proves_nothing() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let group = group().await;
+    let (lines, url) = behind_proxies(&group).await;
+    let far = RedisOptions::new(url).unwrap().with_connect_timeout(SOON);
+    let far = Redis::connect_with(far).await.unwrap();
+    let patient = |name| {
+        let mut claim = claim(name, FAILOVER * 10);
+        claim.request_limit = FAILOVER;
+        claim
+    };
+    let mut freed = granted(&far, &patient("freed")).await;
+    let mut renewed = granted(&far, &patient("renewed")).await;
+    let up = format!("{far:?}");
+
+    // Granted, copied to the replicas, and not yet answered.
+    lines[0].set(Flow::HoldReplies);
+    let granted_late = spawn(&far, patient("granted"));
+    let mut old = raw(&group.servers()[0]).await;
+    until("it is granted", async || {
+        old.get::<bool>("EXISTS lock:granted").await
+    })
+    .await;
+    group.until_replicated(0).await.unwrap();
+    // These are held back before they arrive.
+    lines[0].set(Flow::Hold);
+    let mut renewing = renewed.renew();
+    assert!(once(&mut renewing).await.is_none());
+    let mut freeing = freed.release();
+    assert!(once(&mut freeing).await.is_none());
+    let master = two_masters(&group).await;
+    let gives_up = async { while format!("{far:?}") == up {} };
+    within(FAILOVER, "its connection is given up", gives_up).await;
+    lines[0].set(Flow::Pass);
+
+    let late = within(SOON, "the grant is judged", granted_late).await;
+    let error = failed(late.unwrap());
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.to_string().contains("not proven"), "{error}");
+    let error = failed(within(SOON, "so is the renewal", renewing).await);
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    let error = failed(within(SOON, "so is the release", freeing).await);
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+
+    eventually(async || renewed.renew().await).await.unwrap();
+    let mut new = raw(&group.servers()[master]).await;
+    assert!(new.get::<bool>("EXISTS lock:freed").await);
+    eventually(async || freed.release().await).await.unwrap();
+    let fresh = client(&group).await;
+    for name in ["granted", "freed"] {
+        served(SOON, spawn(&fresh, waiting(name, LONG))).await;
+    }
+    assert!(is_taken(&fresh, "renewed").await);
+}
+
+/// The master changes while a client connects to the old one, which goes on taking itself for the
+/// master: the client goes over to the new one, and what it took in between is lost and said.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failover_while_connecting_is_followed() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let group = group().await;
+    let (lines, url) = behind_proxies(&group).await;
+    lines[0].set(Flow::Hold);
+    let options = RedisOptions::new(url).unwrap();
+    let connecting = Redis::connect_with(options.with_connect_timeout(FAILOVER));
+    let connecting = tokio::spawn(connecting);
+    // It has asked the sentinels, and speaks to the master that they named.
+    until("it connects", async || lines[0].bytes() > 0).await;
+    two_masters(&group).await;
+    let _hold = granted(&client(&group).await, &claim("a", LONG)).await;
+    lines[0].set(Flow::Pass);
+    let late = within(FAILOVER, "it connects", connecting).await.unwrap();
+    let late = late.unwrap();
+    let goes_over = async {
+        loop {
+            match late.acquire(&quick("a")).await {
+                Ok(None) => return,
+                // By the old master.
+                Ok(Some(hold)) => hold.validity().ended().await,
+                Err(e) => assert!(e.is_transient(), "{e}"),
+            }
+        }
+    };
+    within(FAILOVER, "it goes over to the new master", goes_over).await;
 }
 
 /// Case 50: the next waiter's client has its inbox still at the demoted master. It is passed over, the
@@ -448,44 +567,62 @@ async fn a_master_that_wants_replicas_refuses_new_locks_without() {
     eventually(async || hold.release().await).await.unwrap();
 }
 
-/// Case 56: with its replicas stopped a lock is neither granted, nor handed over, nor renewed, and
-/// what was refused is free again.
+/// Case 56: with a replica stopped a lock is not granted, and what was handed to a waiter does not become
+/// its guard: the waiter goes on until it is confirmed, or its wait is over. What was refused is free again.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_replicas_do_not_confirm_is_refused() {
     leasehold_conformance::skip_without!(RedisServer::missing());
     let group = group().await;
     let redis = confirmed(&group, 2).await;
+    let short = |name, wait| {
+        let mut claim = waiting(name, LONG);
+        claim.wait = wait;
+        claim.request_limit = Duration::from_millis(500);
+        claim
+    };
+    let mut master = raw(&group.servers()[0]).await;
     let mut hold = granted(&redis, &claim("a", LONG)).await;
     hold.renew().await.unwrap();
-    let mut short = waiting("a", LONG);
-    short.request_limit = Duration::from_millis(500);
-    let waiter = spawn(&redis, short);
-    let mut master = raw(&group.servers()[0]).await;
+    let mut other = granted(&redis, &claim("b", LONG)).await;
+    let patient = spawn(&redis, short("a", None));
     master.until_queued("a", 1).await;
+    let limited = spawn(&redis, short("b", Some(Duration::from_secs(10))));
+    master.until_queued("b", 1).await;
     group.servers()[2].process().pause().unwrap();
 
-    let mut refused = quick("b");
-    refused.request_limit = Duration::from_millis(500);
-    let error = failed(redis.acquire(&refused).await);
+    let error = failed(redis.acquire(&short("c", Some(Duration::ZERO))).await);
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
-    assert!(error.to_string().contains("1 of the 2"), "{error}");
-    // Handed over: the same, and it is free for those who ask for less.
-    hold.release().await.unwrap();
-    let handed = within(SOON, "the hand-off is judged", waiter)
-        .await
-        .unwrap();
-    let error = failed(handed);
+    says(&error, "1 of the 2");
+    let error = failed(redis.acquire(&short("c", None)).await);
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     let content = client(&group).await;
-    for name in ["a", "b"] {
-        let hold = granted(&content, &waiting(name, LONG)).await;
-        drop(hold);
-    }
+    granted(&content, &waiting("c", LONG)).await;
+
+    // Handed over.
+    master.run("CONFIG RESETSTAT").await;
+    hold.release().await.unwrap();
+    other.release().await.unwrap();
+    until("it was to be confirmed again and again", async || {
+        master.script_calls().await >= 12
+    })
+    .await;
+    assert!(!patient.is_finished());
+    let behind = spawn(&content, waiting("a", LONG));
+    master.until_queued("a", 1).await;
+    let limited = within(SOON, "its wait is over", limited).await;
+    let error = failed(limited.unwrap());
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    says(&error, "1 of the 2");
+    granted(&content, &waiting("b", LONG)).await;
+    assert!(!patient.is_finished());
+
     group.servers()[2].process().resume().unwrap();
-    let mut patient = waiting("c", LONG);
-    patient.request_limit = Duration::from_secs(2);
-    let again = eventually(async || redis.acquire(&patient).await).await;
-    again.unwrap().unwrap().renew().await.unwrap();
+    let mut patient = served(SOON, patient).await;
+    assert!(hold.token() < patient.token());
+    assert!(!behind.is_finished());
+    eventually(async || patient.renew().await).await.unwrap();
+    eventually(async || patient.release().await).await.unwrap();
+    served(SOON, behind).await;
 }
 
 /// A renewal that no replica confirms extends nothing: the replica would let the lock end.
@@ -576,19 +713,7 @@ async fn a_holder_cut_off_from_all_loses_before_another_is_granted() {
     leasehold_conformance::skip_without!(RedisServer::missing());
     let group = group().await;
     let ttl = Duration::from_secs(3);
-    let mut lines = Vec::new();
-    let mut pairs = Vec::new();
-    for server in group.servers() {
-        let port = server.port();
-        let proxy = Proxy::start(&format!("127.0.0.1:{port}")).await.unwrap();
-        pairs.push((port.to_string(), proxy.address().port().to_string()));
-        lines.push(proxy);
-    }
-    let pairs: Vec<_> = pairs
-        .iter()
-        .map(|(from, to)| (from.as_str(), to.as_str()))
-        .collect();
-    let url = relay::sentinels(&group.url(), &pairs).await;
+    let (lines, url) = behind_proxies(&group).await;
     let far = RedisOptions::new(url).unwrap().with_connect_timeout(SOON);
     let far = Redis::connect_with(far).await.unwrap();
     let mut short = claim("a", ttl);

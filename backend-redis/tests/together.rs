@@ -4,6 +4,8 @@
 mod support;
 
 use std::collections::HashSet;
+use std::future::poll_fn;
+use std::task::Poll;
 
 use leasehold_conformance::fixtures::redis::RedisServer;
 use leasehold_core::{Backend, Claim, ErrorKind, Hold};
@@ -76,6 +78,25 @@ async fn of_claims_for_one_lock_in_one_request_one_is_granted_and_the_others_que
         assert!(last < Some(hold.token()), "{n} came out of turn");
         last = Some(hold.token());
         hold.release().await.unwrap();
+    }
+}
+
+/// As it is in a `select!` that is busy with another branch.
+#[tokio::test]
+async fn claims_whose_futures_are_left_alone_hold_up_nobody() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let claims = ["a", "b"].map(|name| claim(name, LONG));
+    let mut left_alone = claims.each_ref().map(|claim| client.acquire(claim));
+    for acquire in &mut left_alone {
+        let once = poll_fn(|cx| Poll::Ready(acquire.as_mut().poll(cx)));
+        assert!(once.await.is_pending());
+    }
+    let mut hold = granted(&client, &claim("c", LONG)).await;
+    within(SOON, "an answer", hold.release()).await.unwrap();
+    for acquire in left_alone {
+        within(SOON, "its own answer", acquire).await.unwrap();
     }
 }
 

@@ -81,6 +81,8 @@ pub enum Flow {
     Pass,
     /// Keeps it, both ways, and passes it on later: a network that delivers nothing for a while.
     Hold,
+    /// Passes requests on and keeps the replies, to be passed on later.
+    HoldReplies,
     /// Closes all connections, and each new one at once.
     Cut,
     /// Passes requests on and drops the replies. A connection that lost some is closed when the flow
@@ -180,6 +182,12 @@ async fn carry(
     }
 }
 
+impl Flow {
+    fn keeps(self, way: Way) -> bool {
+        self == Self::Hold || self == Self::HoldReplies && way == Way::Replies
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Requests,
@@ -205,7 +213,7 @@ async fn pump(
         };
         bytes.fetch_add(length as u64, Ordering::Relaxed);
         let Ok(now) = flow
-            .wait_for(|flow| *flow != Flow::Hold)
+            .wait_for(|flow| !flow.keeps(way))
             .await
             .map(|flow| *flow)
         else {
@@ -249,9 +257,21 @@ mod tests {
         server.read_exact(&mut seen).await.expect("arrives");
         assert_eq!(&seen, b"held");
 
+        proxy.set(Flow::HoldReplies);
+        server.write_all(b"kept").await.expect("written");
+        client.write_all(b"pass").await.expect("written");
+        server.read_exact(&mut seen).await.expect("requests pass");
+        assert_eq!(&seen, b"pass");
+        while proxy.bytes() < 12 {
+            tokio::task::yield_now().await;
+        }
+        proxy.set(Flow::Pass);
+        client.read_exact(&mut seen).await.expect("arrives");
+        assert_eq!(&seen, b"kept");
+
         proxy.set(Flow::LoseReplies);
         server.write_all(b"lost").await.expect("written");
-        while proxy.bytes() < 8 {
+        while proxy.bytes() < 16 {
             tokio::task::yield_now().await;
         }
         client.write_all(b"pass").await.expect("written");

@@ -3,8 +3,10 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::sync::oneshot;
+use tokio::time::{Sleep, sleep};
 
 /// Lets calls of one client that meet travel together, as databases commit in groups. For backends whose
 /// store can answer many calls in one request, each for itself.
@@ -18,6 +20,10 @@ use tokio::sync::oneshot;
 ///    the withdrawal of a claim might overtake the claim.)
 /// 4. *Whatever collected leaves*, also when the caller's future is dropped: it is on its way from the
 ///    moment it was [entered](Self::enter).
+/// 5. *Nobody is held up for long.* A call that went straight is under way until its future has seen the
+///    answer, and whoever has that future may leave it alone, as a `select!` does while it is busy with
+///    another. So a call that is waited for and has collected for a while leaves all the same, with those
+///    before it.
 ///
 /// This is the group commit of `DeWitt` et al., "Implementation techniques for main memory database
 /// systems" (1984), without its timer: the request under way is what is waited for.
@@ -43,7 +49,7 @@ pub enum Way<C, A> {
     /// By itself: the caller sends it now, and drops the pass when it has its answer.
     Alone(Pass<C, A>),
     /// With others: the answer will come.
-    Together(Answer<A>),
+    Together(Answer<C, A>),
 }
 
 /// Counts as a request under way until it is dropped.
@@ -65,8 +71,15 @@ pub struct Replies<C, A> {
 }
 
 /// Resolves to the answer, or to `None` if there will be none: what carried the call is gone.
-#[derive(Debug)]
-pub struct Answer<A>(oneshot::Receiver<A>);
+pub struct Answer<C, A> {
+    answer: oneshot::Receiver<A>,
+    shared: Arc<Shared<C, A>>,
+    /// From the first look on.
+    patience: Option<Pin<Box<Sleep>>>,
+}
+
+/// How long a call collects at most, as long as its answer is waited for: many times what a request takes.
+const PATIENCE: Duration = Duration::from_millis(10);
 
 impl<C, A> Gather<C, A> {
     /// At most `most_requests` are under way before calls collect, and at most `most_calls` travel as
@@ -98,20 +111,21 @@ impl<C, A> Gather<C, A> {
         }
         let (sender, receiver) = oneshot::channel();
         queue.calls.push_back((call(), sender));
-        Way::Together(Answer(receiver))
+        Way::Together(Answer {
+            answer: receiver,
+            shared: self.0.clone(),
+            patience: None,
+        })
     }
 }
 
 impl<C, A> Shared<C, A> {
-    /// Hands on what has collected, as long as it may leave.
-    fn hand_on(self: &Arc<Self>) {
+    /// Hands on what has collected, as long as fewer than `limit` requests are under way.
+    fn hand_on(self: &Arc<Self>, limit: usize) {
         loop {
             let calls: Vec<_> = {
                 let mut queue = self.queue();
-                if queue.handing_on
-                    || queue.calls.is_empty()
-                    || queue.under_way >= self.most_requests
-                {
+                if queue.handing_on || queue.calls.is_empty() || queue.under_way >= limit {
                     return;
                 }
                 queue.handing_on = true;
@@ -158,18 +172,30 @@ impl<C, A> Replies<C, A> {
     }
 }
 
-impl<A> Future for Answer<A> {
+impl<C, A> Future for Answer<C, A> {
     type Output = Option<A>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<A>> {
-        Pin::new(&mut self.0).poll(cx).map(Result::ok)
+        let this = &mut *self;
+        if let Poll::Ready(answer) = Pin::new(&mut this.answer).poll(cx) {
+            return Poll::Ready(answer.ok());
+        }
+        let patience = this
+            .patience
+            .get_or_insert_with(|| Box::pin(sleep(PATIENCE)));
+        while patience.as_mut().poll(cx).is_ready() {
+            this.shared.hand_on(usize::MAX);
+            // Somebody else may just be handing on others.
+            patience.set(sleep(PATIENCE));
+        }
+        Poll::Pending
     }
 }
 
 impl<C, A> Drop for Pass<C, A> {
     fn drop(&mut self) {
         self.0.queue().under_way -= 1;
-        self.0.hand_on();
+        self.0.hand_on(self.0.most_requests);
     }
 }
 
@@ -189,6 +215,12 @@ impl<C, A> fmt::Debug for Gather<C, A> {
             .field("under_way", &queue.under_way)
             .field("collected", &queue.calls.len())
             .finish_non_exhaustive()
+    }
+}
+
+impl<C, A> fmt::Debug for Answer<C, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Answer").finish_non_exhaustive()
     }
 }
 
@@ -227,7 +259,7 @@ mod tests {
         }
     }
 
-    fn waits(way: Way<u32, u32>) -> Answer<u32> {
+    fn waits(way: Way<u32, u32>) -> Answer<u32, u32> {
         match way {
             Way::Together(answer) => answer,
             Way::Alone(_) => panic!("it went straight"),
@@ -263,6 +295,19 @@ mod tests {
         // The batch was dropped unanswered.
         assert_eq!(last.await, None);
         drop(alone(gather.enter(|| 8)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_leaves_though_those_under_way_are_left_alone() {
+        let (gather, sent) = gather(2, 3);
+        let _left_alone = [0, 1].map(|n| alone(gather.enter(|| n)));
+        drop(waits(gather.enter(|| 2)));
+        let answer = tokio::spawn(waits(gather.enter(|| 3)));
+        sleep(PATIENCE * 2).await;
+        let batch = sent.try_recv().unwrap();
+        assert_eq!(batch.calls, [2, 3]);
+        batch.replies.answer([20, 30]);
+        assert_eq!(answer.await.unwrap(), Some(30));
     }
 
     #[tokio::test]

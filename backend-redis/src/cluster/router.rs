@@ -1,10 +1,10 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use leasehold_core::{Error, ErrorKind, Moment, Result};
+use leasehold_core::{Claim, Error, ErrorKind, Moment, Result};
 use redis::{Cmd, RedisError, Script, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -17,8 +17,9 @@ use super::slot::SLOTS;
 use super::topology::{Node, Topology};
 use crate::RedisOptions;
 use crate::client::{Client, Shared};
+use crate::connection::no_runtime;
 use crate::error;
-use crate::names::Names;
+use crate::names::{LockKeys, Names};
 use crate::request::{Place, Request, Sender};
 use crate::script::{self, FREE, LEAVE};
 use crate::servers::{Answered, Failed, Line, Standing};
@@ -30,7 +31,8 @@ use crate::value;
 ///    one slot. Which node has which slot is asked of all nodes at once when connecting, and again
 ///    ([`look_again`](Self::look_again)) when something shows that it has changed; most of them have to
 ///    agree, or what most of those say that answer in time is taken.
-/// 2. *A client for each node* that has slots, made when it is first needed, with an inbox of its own. A
+/// 2. *A client for each node* that has slots, made when connecting, so that all rights are tried then, or
+///    when it is first needed, with an inbox of its own. A
 ///    waiter stands in its queue with the inbox of the node that it asked: only that node counts it as
 ///    alive. Whoever waits asks again, on the new node and with its old ticket, as soon as its slot is
 ///    known to be elsewhere, and at least every third of its ttl.
@@ -40,8 +42,8 @@ use crate::value;
 ///    other node, once, announced by `ASKING` on the same connection.
 /// 5. *`TRYAGAIN`*, or a script that fails half-way since a key of it is no longer here: the slot is
 ///    moving, and some of the keys are here, some there or nowhere. What names one key goes through
-///    (renewals, and who holds); an acquire is repeated for a while, then fails as unavailable or goes
-///    on waiting; a release leaves the queue and then frees the lock, each alone (`leave.lua`,
+///    (renewals, and who holds); an acquire is repeated for a while, and again as long as the claim may
+///    wait; a release leaves the queue and then frees the lock, each alone (`leave.lua`,
 ///    `free.lua`), so that whoever asks next from the queue serves it.
 /// 6. *The node is gone or silent*, the cluster is down, or nobody has the slot. One look who has it now;
 ///    if that is another node, what may be repeated is sent there, else the request fails. A release
@@ -84,8 +86,8 @@ const SHORTEST: Duration = Duration::from_millis(50);
 const LONGEST: Duration = Duration::from_secs(1);
 
 impl Cluster {
-    /// Connects to the nodes that `options` name, learns of the others, and tries on one of them all
-    /// that will be used.
+    /// Connects to the nodes that `options` name, learns of the others, and tries on each that has slots
+    /// all that will be used. One that does not serve just now is left out, unless none does.
     pub(crate) async fn connect(options: &RedisOptions) -> Result<Arc<Self>> {
         const TRIES: u32 = 3;
         let cluster = Arc::new(Self {
@@ -118,17 +120,60 @@ impl Cluster {
                 "no node of the Redis Cluster has slots yet: make it with redis-cli --cluster create",
             ));
         }
-        // Any slot that somebody has; most clusters miss none.
-        let mut keys = self.names.probe(Uuid::new_v4());
-        for _ in 0..SLOTS {
-            if self.owner(keys.slot).is_some() {
-                break;
-            }
-            keys = self.names.probe(Uuid::new_v4());
+        let mut probing = JoinSet::new();
+        for keys in self.probes() {
+            let cluster = self.clone();
+            probing.spawn(async move { cluster.probe(&keys).await });
         }
-        let line = self.line(keys.slot).await?;
-        line.connection.may_ask(&line.client).await?;
-        line.client.probe(&keys).await
+        let mut failed = None;
+        let mut serves = false;
+        while let Some(probed) = probing.join_next().await {
+            match probed {
+                Ok(Ok(())) => serves = true,
+                Ok(Err(e)) if e.is_transient() => failed = Some(e),
+                Ok(Err(e)) => return Err(e),
+                // The runtime is ending.
+                Err(_) => return Err(no_runtime()),
+            }
+        }
+        match failed {
+            Some(e) if !serves => Err(e),
+            Some(e) => {
+                debug!(target: "leasehold", error = %e, "rights were not tried there");
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Keys to try out commands on, some at each node that has slots; where the prefix puts all keys into
+    /// one slot, there.
+    fn probes(&self) -> Vec<LockKeys> {
+        let topology = self.topology.borrow().clone();
+        let mut nodes = HashSet::new();
+        let mut probes = Vec::new();
+        for slot in 0..SLOTS {
+            if topology.owner(slot).is_some_and(|node| nodes.insert(node)) {
+                let keys = self.names.probe_in(slot, Uuid::new_v4());
+                if keys.slot != slot {
+                    return vec![keys];
+                }
+                probes.push(keys);
+            }
+        }
+        probes
+    }
+
+    /// Tries all that will be used, at the node that has these keys.
+    async fn probe(self: &Arc<Self>, keys: &LockKeys) -> Result<()> {
+        let limit = self.options.connect_timeout;
+        let probing = async {
+            let line = self.line(keys.slot).await?;
+            line.connection.may_ask(&line.client).await?;
+            line.client.probe(keys).await
+        };
+        let probed = timeout(limit, probing).await;
+        probed.unwrap_or_else(|_elapsed| Err(error::silent(&self.address(keys.slot), limit)))
     }
 
     /// Sends one request about a claim, at first down `line` if there is one; `at` says where it was
@@ -141,8 +186,16 @@ impl Cluster {
     ) -> Result<Answered<Value>, Failed> {
         let slot = request.keys().slot;
         let make = |sender| request.command(sender);
-        let Request::Release { claim, place, keys } = request else {
-            return self.route(slot, Manner::AGAIN, make, line, at).await;
+        let (claim, place, keys) = match request {
+            Request::Release { claim, place, keys } => (claim, place, keys),
+            Request::Acquire { claim, .. } => {
+                let manner = Manner {
+                    patience: patience_of(claim),
+                    ..Manner::AGAIN
+                };
+                return self.route(slot, manner, make, line, at).await;
+            }
+            Request::Renew { .. } => return self.route(slot, Manner::AGAIN, make, line, at).await,
         };
         match self.route(slot, Manner::IMPATIENT, make, line, at).await {
             Err(Failed::Moving(_)) => {}
@@ -307,10 +360,17 @@ impl Cluster {
                         owner: line.owner,
                     });
                 }
-                Refusal::Moving if !manner.wait => return Err(Failed::Moving(moving(slot, &line))),
-                Refusal::Moving if waiting.is_over() => return Err(moving(slot, &line).into()),
-                Refusal::Moving => waiting.pause().await,
-                Refusal::Down if waiting.is_over() => return Err(Failed::Said(line.client, e)),
+                Refusal::Moving if waiting.is_over(manner.patience) => {
+                    return Err(Failed::Moving(moving(slot, &line)));
+                }
+                Refusal::Moving => {
+                    // From here it begins anew: each time it may be sent on to the other node.
+                    redirected = 0;
+                    waiting.pause().await;
+                }
+                Refusal::Down if waiting.is_over(PATIENCE) => {
+                    return Err(Failed::Said(line.client, e));
+                }
                 Refusal::Down => {
                     self.looked_again().await;
                     waiting.pause().await;
@@ -496,7 +556,7 @@ impl Cluster {
         let most = votes.into_iter().max_by_key(|(_, votes)| *votes);
         match most {
             Some((topology, _)) => Ok(topology),
-            None => Err(failed.unwrap_or_else(crate::connection::no_runtime)),
+            None => Err(failed.unwrap_or_else(no_runtime)),
         }
     }
 
@@ -547,23 +607,33 @@ impl fmt::Debug for Cluster {
 struct Manner {
     /// It may be sent again if it was not answered.
     again: bool,
-    /// It waits a while for a slot that moves.
-    wait: bool,
+    /// How long it waits for a slot that moves.
+    patience: Duration,
 }
 
 impl Manner {
     const AGAIN: Self = Self {
         again: true,
-        wait: true,
+        patience: PATIENCE,
     };
     const ONCE: Self = Self {
         again: false,
-        wait: true,
+        patience: PATIENCE,
     };
     const IMPATIENT: Self = Self {
         again: false,
-        wait: false,
+        patience: Duration::ZERO,
     };
+}
+
+/// How long one request of a claim waits for a slot that moves: it is to fail for that before it fails for
+/// having no answer, and before the claim gives up.
+fn patience_of(claim: &Claim) -> Duration {
+    let patience = PATIENCE.min(claim.request_limit / 2);
+    match claim.wait {
+        Some(wait) if !wait.is_zero() => patience.min(wait),
+        _ => patience,
+    }
 }
 
 /// What an answer says about slots.
@@ -618,8 +688,11 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn is_over(&self) -> bool {
-        self.since.is_some_and(|since| since.elapsed() > PATIENCE)
+    fn is_over(&self, patience: Duration) -> bool {
+        match self.since {
+            Some(since) => since.elapsed() > patience,
+            None => patience.is_zero(),
+        }
     }
 
     async fn pause(&mut self) {

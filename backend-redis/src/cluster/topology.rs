@@ -2,13 +2,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use leasehold_core::Result;
-use redis::{AsyncConnectionConfig, ConnectionAddr, Value};
+use redis::{ConnectionAddr, Value};
 use tokio::time::timeout;
 
 use super::slot::SLOTS;
 use crate::RedisOptions;
 use crate::connection::Connection;
 use crate::error;
+use crate::target::without_limits;
 
 /// A node of a cluster, by where it is reached.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -55,10 +56,7 @@ impl Topology {
             match connection {
                 Some(connection) => connection.ask::<Value>(&slots).await,
                 None => {
-                    let config = AsyncConnectionConfig::new()
-                        .set_response_timeout(None)
-                        .set_connection_timeout(None);
-                    let opener = options.client()?;
+                    let (opener, config) = (options.client()?, without_limits());
                     let opened = opener.get_multiplexed_async_connection_with_config(&config);
                     match opened.await {
                         Ok(mut connection) => slots.query_async(&mut connection).await,

@@ -20,7 +20,7 @@ use super::node::Reply;
 use super::options::RedlockOptions;
 use super::queues::Queues;
 use super::quorum::{Outcome, Quorum};
-use super::remote::{RemoteNode, Voted};
+use super::remote::RemoteNode;
 use super::time::SystemTimes;
 use crate::client::Client;
 
@@ -317,15 +317,15 @@ impl fmt::Debug for Nodes {
 pub(super) struct Count(HashMap<String, (usize, Holder)>);
 
 impl Count {
-    pub(super) fn add(&mut self, vote: Voted) {
+    pub(super) fn add(&mut self, vote: Holder) {
         let (count, holder) = self
             .0
-            .entry(vote.grant)
-            .or_insert_with(|| (0, vote.holder.clone()));
+            .entry(vote.grant.clone())
+            .or_insert_with(|| (0, vote.clone()));
         *count += 1;
         // A node that took no part in the second trip has noted the proposal only.
-        if vote.holder.token > holder.token {
-            *holder = vote.holder;
+        if vote.token > holder.token {
+            *holder = vote;
         }
     }
 

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use leasehold_core::{Page, Result};
+use leasehold_core::{Holder, Page, Result};
 
 use super::backend::{Count, Nodes, unreached};
 use super::fanout::Fanout;
-use super::remote::Voted;
 use crate::list::{Place, places};
 
 /// 1. The keys of one node after the other are gone through by `SCAN`. A lock that a majority voted for
@@ -72,7 +71,7 @@ pub(super) async fn list(nodes: &Nodes, prefix: &str, after: Option<&[u8]>) -> R
 }
 
 /// The votes of each node that answered, by its index.
-struct Votes(Vec<(usize, Vec<Option<Voted>>)>);
+struct Votes(Vec<(usize, Vec<Option<Holder>>)>);
 
 impl Votes {
     async fn ask(nodes: &Nodes, places: &[Place], silent: &[usize]) -> Result<Self> {

@@ -42,7 +42,8 @@ impl RedlockOptions {
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for another number of nodes than 3, 5 or 7, a node that is named twice,
-    /// one behind sentinels or with replicas to wait for, or a cluster.
+    /// one behind sentinels or with replicas to wait for, or a cluster, or an option that means nothing
+    /// for a single server.
     pub fn from_nodes(nodes: impl IntoIterator<Item = RedisOptions>) -> Result<Self> {
         let nodes: Vec<_> = nodes.into_iter().collect();
         if ![3, 5, 7].contains(&nodes.len()) {
@@ -60,6 +61,7 @@ impl RedlockOptions {
             )));
         }
         for (index, node) in nodes.iter().enumerate() {
+            node.check()?;
             let address = node.address();
             if !node.is_fixed() {
                 return Err(invalid(format!(

@@ -2,9 +2,9 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use leasehold_core::{Claim, Error, ErrorKind, Examination, Holder, Key, Moment, Result, Token};
+use leasehold_core::{Claim, Error, ErrorKind, Examination, Holder, Key, Moment, Result};
 use redis::{Cmd, RedisError, Script, Value};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -21,6 +21,7 @@ use crate::error;
 use crate::examine::Answers;
 use crate::list::scan;
 use crate::names::Names;
+use crate::request::millis;
 use crate::script::{self, RENEW};
 use crate::value;
 
@@ -53,13 +54,6 @@ pub(super) struct Server {
     pub(super) id: String,
     up: Duration,
     asked: Moment,
-}
-
-/// Who has the vote of one node.
-#[derive(Debug, Clone)]
-pub(super) struct Voted {
-    pub(super) grant: String,
-    pub(super) holder: Holder,
 }
 
 /// The run of all servers that lose nothing when they are restarted.
@@ -149,18 +143,14 @@ impl RemoteNode {
     }
 
     /// Who has its vote.
-    pub(super) fn voted(&self, key: &Key) -> Reply<Option<Voted>> {
+    pub(super) fn voted(&self, key: &Key) -> Reply<Option<Holder>> {
         let remote = self.0.clone();
         let lock = self.0.client.names.of(key).lock;
         self.send(self.0.limit, async move {
             let call = script::call(&HOLDER, &[&lock, &remote.state]);
             let connection = remote.client.connection().await?;
-            match remote.call(&connection, &HOLDER, &call).await? {
-                Value::Nil => Ok(None),
-                answer => read_voted(&answer)
-                    .map(Some)
-                    .ok_or_else(|| error::unexpected(&remote.client.address)),
-            }
+            let answer = remote.call(&connection, &HOLDER, &call).await?;
+            value::holder(&answer, ours).ok_or_else(|| error::unexpected(&remote.client.address))
         })
     }
 
@@ -171,7 +161,7 @@ impl RemoteNode {
     }
 
     /// Who has its vote for each of these locks.
-    pub(super) fn votes(&self, locks: &[Arc<str>]) -> Reply<Vec<Option<Voted>>> {
+    pub(super) fn votes(&self, locks: &[Arc<str>]) -> Reply<Vec<Option<Holder>>> {
         let remote = self.0.clone();
         let keys: Vec<&str> = locks.iter().map(|lock| &**lock).collect();
         let call = script::call(&VOTES, &keys);
@@ -517,8 +507,7 @@ fn mine(attempt: &Attempt) -> String {
 
 /// The end of the value: whom to show.
 fn who(claim: &Claim) -> String {
-    // A host's name should have no blanks; if it has, the fields must not shift.
-    let owner = claim.owner.to_string().replace(char::is_whitespace, "_");
+    let owner = value::one_word(&claim.owner);
     format!("{owner} {}", claim.label.as_deref().unwrap_or_default())
 }
 
@@ -548,60 +537,19 @@ fn read_vote(answer: &Value) -> Option<Vote> {
     }
 }
 
-fn read_vote_of(answer: &Value) -> Option<Option<Voted>> {
+/// Who has the vote for one of several locks; a number: nobody of ours, its data are of another type.
+fn read_vote_of(answer: &Value) -> Option<Option<Holder>> {
     match answer {
-        Value::Nil => Some(None),
-        Value::Int(_) => {
-            let holder = value::other_data(-1);
-            let grant = holder.grant.clone();
-            Some(Some(Voted { grant, holder }))
-        }
-        answer => read_voted(answer).map(Some),
+        Value::Int(_) => Some(Some(value::other_data(-1))),
+        answer => value::holder(answer, ours),
     }
 }
 
-fn read_voted(answer: &Value) -> Option<Voted> {
-    let Value::Array(fields) = answer else {
-        return None;
-    };
-    let [
-        Value::BulkString(value),
-        Value::Int(left),
-        Value::BulkString(grant),
-    ] = &fields[..]
-    else {
-        return None;
-    };
-    let grant = String::from_utf8_lossy(grant).into_owned();
-    let holder = read_holder(value, *left, &grant);
-    Some(Voted { grant, holder })
-}
-
-/// Reads a lock's value: ours, or whatever another program wrote, which is shown as the owner.
-fn read_holder(value: &[u8], left: i64, grant: &str) -> Holder {
-    let mut holder = Holder::new(grant);
-    holder.remaining = u64::try_from(left).ok().map(Duration::from_millis);
-    let text = String::from_utf8_lossy(value);
-    let ours = text.strip_prefix(FORMAT).and_then(|fields| {
-        let mut fields = fields.splitn(7, ' ').skip(2);
-        let token = fields.next()?.parse().ok()?;
-        let _ttl = fields.next()?;
-        let since = fields.next()?.parse().ok()?;
-        Some((token, since, fields.next()?, fields.next()?))
-    });
-    match ours {
-        Some((token, since, owner, label)) => {
-            holder.token = Some(Token::new(token));
-            holder.since = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(since));
-            holder.owner = Some(owner.into());
-            holder.label = (!label.is_empty()).then(|| label.into());
-        }
-        None => holder.owner = Some(text.into_owned()),
-    }
-    holder
-}
-
-fn millis(ttl: Duration) -> u64 {
-    // At most a year, see Claim::TTL_RANGE.
-    ttl.as_millis().try_into().unwrap_or(u64::MAX)
+/// Reads a value of ours.
+fn ours(value: &str) -> Option<value::Said<'_>> {
+    let mut fields = value.strip_prefix(FORMAT)?.splitn(7, ' ').skip(2);
+    let token = fields.next()?.parse().ok()?;
+    let _ttl = fields.next()?;
+    let since = fields.next()?.parse().ok()?;
+    Some((token, since, fields.next()?, fields.next()?))
 }

@@ -1,10 +1,11 @@
-use std::pin::{Pin, pin};
-use std::task::{Context, Poll, Waker};
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
 use leasehold_core::Result;
 use tokio::runtime::Handle;
 
 use super::node::Reply;
+use crate::at_once::poll_once;
 
 /// A request that leaves at once and goes through whether or not anybody waits for the answer.
 ///
@@ -22,18 +23,13 @@ impl<T: Send + Unpin + 'static> Sent<T> {
         request: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Self {
         let mut request: Reply<T> = Box::pin(request);
-        let mut answer = None;
-        if !std::thread::panicking() {
-            let _entered = runtime.enter();
-            // Unconstrained: a task that has used up its budget would see it pending unsent.
-            let mut once = pin!(tokio::task::unconstrained(request.as_mut()));
-            if let Poll::Ready(done) = once.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-                answer = Some(done);
-            }
-        }
+        let (request, answer) = match poll_once(&runtime, request.as_mut()) {
+            Poll::Ready(answer) => (None, Some(answer)),
+            Poll::Pending => (Some(request), None),
+        };
         Self {
             runtime,
-            request: answer.is_none().then_some(request),
+            request,
             answer,
         }
     }

@@ -80,7 +80,12 @@ pub(crate) async fn connect(server: &RedisServer) -> Redis {
 
 /// The server as any other program sees it.
 pub(crate) async fn raw(server: &RedisServer) -> Raw {
-    let client = redis::Client::open(server.url()).unwrap();
+    raw_at(server.port()).await
+}
+
+/// The same of the server at this port.
+pub(crate) async fn raw_at(port: u16) -> Raw {
+    let client = redis::Client::open(format!("redis://127.0.0.1:{port}")).unwrap();
     Raw(patient(&client).await.unwrap())
 }
 
@@ -372,4 +377,9 @@ pub(crate) fn failed<T>(answer: Result<T>) -> Error {
         Ok(_) => panic!("it succeeded"),
         Err(e) => e,
     }
+}
+
+pub(crate) fn says(error: &Error, what: &str) {
+    let text = format!("{error} {error:?}");
+    assert!(text.contains(what), "it does not say {what}: {text}");
 }
