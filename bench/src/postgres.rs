@@ -19,7 +19,7 @@ pub fn run(plan: Plan) {
             .await
             .expect("PostgreSQL starts");
         let url = server.url();
-        for tasks in [1, 16, 64] {
+        for tasks in [1, 16, 64, 256] {
             let mut rates = (Vec::new(), Vec::new());
             for _ in 0..plan.rounds {
                 rates.0.push(floor(plan, &url, tasks).await);
