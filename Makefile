@@ -7,6 +7,10 @@ SERVERS ?= programs
 TESTS ?= --workspace
 FEATURES ?= none file redis etcd zk zk-tls postgres
 
+# Not of the workspace, so that what only they need is not in its lock file. What they share is built once.
+OWN_WORKSPACES = bench examples/sqlite
+SHARED = CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-$(CURDIR)/target}"
+
 .PHONY: demo test drill test-containers test-image images example fresh
 .PHONY: verify lint check-features docs minimum-rust fix
 
@@ -38,7 +42,7 @@ images:
 
 ## A backend of somebody else's, through the suite.
 example: toolchain
-	cd examples/sqlite && $(CARGO) fmt --check && $(CARGO) test --locked
+	cd examples/sqlite && $(SHARED) $(CARGO) test --locked
 
 ## The two commands of the README on a machine that has only Debian, a C compiler and Rust.
 fresh:
@@ -57,6 +61,8 @@ verify: lint check-features docs
 lint: toolchain
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-features --all-targets --locked -- -D warnings
+	@for own in $(OWN_WORKSPACES); do (cd $$own && echo "$$own:" && $(CARGO) fmt --check && \
+	$(SHARED) $(CARGO) clippy --all-targets --locked -- -D warnings) || exit 1; done
 
 ## Each feature of the crate that users import, alone; FEATURES="redis" for one of them.
 check-features: toolchain

@@ -4,18 +4,19 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use etcd_client::{
-    Compare, CompareOp, GetOptions, KeyValue, LeaseTimeToLiveOptions, SortOrder, SortTarget, Txn,
-    TxnOp,
+    Compare, CompareOp, DeleteOptions, GetOptions, KeyValue, LeaseTimeToLiveOptions, SortOrder,
+    SortTarget, Txn, TxnOp,
 };
 use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
-    Holder, Key, Result, Token, Tokens, Wakeup,
+    Holder, Key, Page, Result, Token, Tokens, Wakeup,
 };
 use tokio::runtime::Handle;
 
 use crate::endpoints::Channel;
 use crate::examine::{Members, examine};
 use crate::link::Link;
+use crate::list::list;
 use crate::{EtcdOptions, names, queue, value};
 
 /// Locks in an etcd cluster.
@@ -111,17 +112,38 @@ impl Etcd {
     /// The first in the queue of `key`.
     async fn first(&self, link: &Link, key: &Key) -> Result<Option<KeyValue>> {
         let folder = names::folder(&self.options.prefix, key);
-        let request = |channel: Arc<Channel>, _| {
-            let options = GetOptions::new()
-                .with_prefix()
-                .with_sort(SortTarget::Create, SortOrder::Ascend)
-                .with_limit(1);
-            let folder = folder.clone();
-            async move { channel.kv.clone().get(folder, Some(options)).await }
-        };
-        let mut found = link.endpoints.request(REQUEST_LIMIT, request).await?;
-        Ok(found.take_kvs().into_iter().next())
+        first_in(link, folder.as_bytes()).await
     }
+}
+
+/// The first in the queue of the lock with this folder.
+pub(crate) async fn first_in(link: &Link, folder: &[u8]) -> Result<Option<KeyValue>> {
+    let request = |channel: Arc<Channel>, _| {
+        let options = GetOptions::new()
+            .with_prefix()
+            .with_sort(SortTarget::Create, SortOrder::Ascend)
+            .with_limit(1);
+        let folder = folder.to_vec();
+        async move { channel.kv.clone().get(folder, Some(options)).await }
+    };
+    let mut found = link.endpoints.request(REQUEST_LIMIT, request).await?;
+    Ok(found.take_kvs().into_iter().next())
+}
+
+/// How long a lease lasts if it is not renewed.
+pub(crate) async fn left_of(link: &Link, lease: i64) -> Result<Option<Duration>> {
+    let request = |channel: Arc<Channel>, _| async move {
+        let options = LeaseTimeToLiveOptions::new();
+        let mut leases = channel.lease.clone();
+        leases.time_to_live(lease, Some(options)).await
+    };
+    let left = link.endpoints.request(REQUEST_LIMIT, request).await?.ttl();
+    Ok(u64::try_from(left).ok().map(Duration::from_secs))
+}
+
+/// What the place of a holder says of him.
+pub(crate) fn shown(first: &KeyValue) -> Holder {
+    value::holder(first.value(), token(first), grant(first))
 }
 
 /// Servers that want TLS, or a certificate, often just close the connection: then the first error of all
@@ -136,7 +158,7 @@ fn hinted(error: &Error, options: &EtcdOptions) -> Error {
 }
 
 /// For requests that belong to no claim; core has a limit of its own.
-const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+pub(crate) const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 
 #[async_trait]
 impl Backend for Etcd {
@@ -155,19 +177,9 @@ impl Backend for Etcd {
         let Some(first) = self.first(&link, key).await? else {
             return Ok(None);
         };
-        let mut holder = value::holder(first.value(), token(&first), grant(&first));
-        let lease = first.lease();
-        if lease != 0 {
-            let request = |channel: Arc<Channel>, _| async move {
-                let options = LeaseTimeToLiveOptions::new();
-                channel
-                    .lease
-                    .clone()
-                    .time_to_live(lease, Some(options))
-                    .await
-            };
-            let left = link.endpoints.request(REQUEST_LIMIT, request).await?.ttl();
-            holder.remaining = u64::try_from(left).ok().map(Duration::from_secs);
+        let mut holder = shown(&first);
+        if first.lease() != 0 {
+            holder.remaining = left_of(&link, first.lease()).await?;
         }
         Ok(Some(holder))
     }
@@ -203,8 +215,29 @@ impl Backend for Etcd {
         }
     }
 
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        list(&self.link()?, &self.options.prefix, prefix, after).await
+    }
+
     async fn examine(&self, _ttl: Duration) -> Result<Examination> {
         Ok(examine(&*self.link()?, &self.options).await)
+    }
+
+    async fn erase(&self) -> Result<()> {
+        if self.options.prefix.is_empty() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "without a prefix everything in the cluster would be removed: give one",
+            ));
+        }
+        let request = |channel: Arc<Channel>, _| {
+            let prefix = self.options.prefix.clone();
+            let all = DeleteOptions::new().with_prefix();
+            async move { channel.kv.clone().delete(prefix, Some(all)).await }
+        };
+        let link = self.link()?;
+        link.endpoints.request(REQUEST_LIMIT, request).await?;
+        Ok(())
     }
 
     async fn close(&self) -> Result<()> {

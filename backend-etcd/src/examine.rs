@@ -116,46 +116,63 @@ pub(crate) async fn examine(link: &Link, options: &EtcdOptions) -> Examination {
     examination
 }
 
-/// What one member says, and what troubles it.
+/// What one member says, and what troubles it. One that answers is not down, also if it cannot read.
 async fn ask_member(
     endpoints: &Endpoints,
     index: usize,
     probe: &str,
     limit: Duration,
 ) -> Result<(Examined, Vec<String>), Error> {
-    const TIMES: usize = 3;
+    let silent = || endpoints.silent(index, limit);
     let asking = async {
         let channel = endpoints.channel(index).await?;
-        let failed = |error: etcd_client::Error| endpoints.map(&channel, &error);
-        let status = channel.status().await.map_err(failed)?;
-        let mut server = Examined::new(endpoints.name(index));
-        server.version = Some(status.version().to_owned());
-        for _ in 0..TIMES {
-            let sent = Moment::now();
-            let read = channel.kv.clone().get(probe, None).await;
-            read.map_err(failed)?;
-            let taken = sent.elapsed();
-            server.round_trip = Some(server.round_trip.map_or(taken, |best| best.min(taken)));
-        }
-        let id = status.header().map_or(0, |header| header.member_id());
-        server.fact(
-            "role",
-            match status.leader() {
-                _ if status.is_learner() => "learner",
-                leader if leader == id => "leader",
-                _ => "follower",
-            },
-        );
-        server.fact("database", format!("{} bytes", status.db_size()));
-        let mut troubles = status.errors().to_vec();
-        if status.leader() == 0 {
-            troubles.push("etcdserver: no leader".into());
-        }
-        Ok::<_, Error>((server, troubles))
+        let status = channel.status().await;
+        let status = status.map_err(|error| endpoints.map(&channel, &error))?;
+        Ok((channel, status))
     };
-    timeout(limit, asking)
-        .await
-        .unwrap_or_else(|_elapsed| Err(endpoints.silent(index, limit).into()))
+    let asked = timeout(limit, asking).await;
+    let (channel, status) = asked.unwrap_or_else(|_elapsed| Err(silent()))?;
+    let mut server = Examined::new(endpoints.name(index));
+    server.version = Some(status.version().to_owned());
+    let id = status.header().map_or(0, |header| header.member_id());
+    server.fact(
+        "role",
+        match status.leader() {
+            _ if status.is_learner() => "learner",
+            leader if leader == id => "leader",
+            _ => "follower",
+        },
+    );
+    server.fact("database", format!("{} bytes", status.db_size()));
+    let mut troubles = status.errors().to_vec();
+    if status.leader() == 0 {
+        troubles.push("etcdserver: no leader".into());
+    }
+    if !status.is_learner() {
+        let reading = async {
+            let read = shortest_read(&channel, probe).await;
+            read.map_err(|error| endpoints.map(&channel, &error))
+        };
+        let read = timeout(limit, reading).await;
+        match read.unwrap_or_else(|_elapsed| Err(silent())) {
+            Ok(taken) => server.round_trip = Some(taken),
+            Err(failed) if troubles.is_empty() => troubles.push(Error::from(failed).to_string()),
+            // What it says of itself is why.
+            Err(_) => {}
+        }
+    }
+    Ok((server, troubles))
+}
+
+async fn shortest_read(channel: &Channel, probe: &str) -> Result<Duration, etcd_client::Error> {
+    const TIMES: usize = 3;
+    let mut shortest = Duration::MAX;
+    for _ in 0..TIMES {
+        let sent = Moment::now();
+        channel.kv.clone().get(probe, None).await?;
+        shortest = shortest.min(sent.elapsed());
+    }
+    Ok(shortest)
 }
 
 fn judge_members(members: &Members, examination: &mut Examination) {

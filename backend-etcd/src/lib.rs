@@ -7,6 +7,7 @@ mod error;
 mod examine;
 mod hold;
 mod link;
+mod list;
 mod names;
 mod options;
 mod queue;

@@ -9,18 +9,39 @@ use uuid::Uuid;
 /// name of a lock would put `a/b` into the folder of `a`, so it is written `%2F`, and `%` as `%25`:
 /// no two names share a folder, and none lies in another's.
 pub(crate) fn folder(prefix: &str, key: &Key) -> String {
-    let name = key.as_str();
-    let mut folder = String::with_capacity(prefix.len() + name.len() + 1);
-    folder.push_str(prefix);
-    for part in name.split_inclusive(['/', '%']) {
-        match part.as_bytes().last() {
-            Some(b'/') => folder.extend([&part[..part.len() - 1], "%2F"]),
-            Some(b'%') => folder.extend([part, "25"]),
-            _ => folder.push_str(part),
-        }
-    }
+    let mut folder = begin(prefix, key.as_str());
     folder.push('/');
     folder
+}
+
+/// What the folders of all locks begin with whose names begin with `name`.
+pub(crate) fn begin(prefix: &str, name: &str) -> String {
+    let mut begin = String::with_capacity(prefix.len() + name.len() + 1);
+    begin.push_str(prefix);
+    for part in name.split_inclusive(['/', '%']) {
+        match part.as_bytes().last() {
+            Some(b'/') => begin.extend([&part[..part.len() - 1], "%2F"]),
+            Some(b'%') => begin.extend([part, "25"]),
+            _ => begin.push_str(part),
+        }
+    }
+    begin
+}
+
+/// The folder that a key of etcd lies in, if it lies in one.
+pub(crate) fn folder_of<'a>(prefix: &str, place: &'a [u8]) -> Option<&'a [u8]> {
+    let rest = place.strip_prefix(prefix.as_bytes())?;
+    let name = rest.iter().position(|byte| *byte == b'/')?;
+    Some(&place[..=prefix.len() + name])
+}
+
+/// The lock whose folder this is; `None` if it is not written as we do.
+pub(crate) fn key(prefix: &str, folder: &[u8]) -> Option<Key> {
+    let written = std::str::from_utf8(folder).ok()?;
+    let name = written.strip_prefix(prefix)?.strip_suffix('/')?;
+    let name = name.replace("%2F", "/").replace("%25", "%");
+    let key = Key::new(name).ok()?;
+    (self::folder(prefix, &key) == written).then_some(key)
 }
 
 /// A claim's own key in the folder. Many claims share a lease, so the lease alone does not name one.
@@ -71,15 +92,29 @@ mod tests {
             let written = folder.strip_prefix("locks/").and_then(|it| it.strip_suffix('/')).unwrap();
             // So none lies in another's.
             prop_assert!(!written.contains('/'), "{written}");
-            let mut read = String::new();
-            let mut parts = written.split('%');
-            read.push_str(parts.next().unwrap_or_default());
-            for part in parts {
-                let (code, rest) = part.split_at(2);
-                read.push(match code { "2F" => '/', "25" => '%', _ => panic!("{code}") });
-                read.push_str(rest);
-            }
-            prop_assert_eq!(read, name);
+            let read = key("locks/", folder.as_bytes()).unwrap();
+            prop_assert_eq!(read.as_str(), name);
+            let place = place(&folder, 1, Uuid::nil());
+            prop_assert_eq!(folder_of("locks/", place.as_bytes()), Some(folder.as_bytes()));
+        }
+    }
+
+    #[test]
+    fn a_foreign_folder_is_no_key() {
+        for folder in [
+            &b"locks/"[..],
+            b"locks//",
+            b"locks/a%2f/",
+            b"locks/%/",
+            b"locks/\xff/",
+            b"locks/a",
+            b"other/a/",
+        ] {
+            assert_eq!(key("locks/", folder), None, "{folder:?}");
+        }
+        assert_eq!(folder_of("locks/", b"locks/a/b/c"), Some(&b"locks/a/"[..]));
+        for outside in [&b"locks/a"[..], b"locks/", b"other/a/b"] {
+            assert_eq!(folder_of("locks/", outside), None, "{outside:?}");
         }
     }
 

@@ -10,12 +10,13 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Error, ErrorKind, Examination, Expiry, Guarantees, Hold, Holder, Key, Moment,
-    Result, Tokens,
+    Page, Result, Tokens,
 };
 
 use crate::error::io_error;
 use crate::examine::examine;
 use crate::hold::{FileHold, Held};
+use crate::list::list;
 use crate::lock_file::{self, Raised, Reserved};
 use crate::name::Names;
 use crate::record::{Grant, Record};
@@ -150,15 +151,15 @@ impl Backend for Folder {
         Ok(held.map(|(grant, token)| grant.to_holder(token)))
     }
 
+    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
+        Ok(examine(&self.inner.path))
+    }
+
     /// Asks the holder to let go, and waits until it has: it looks every 50 ms.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if it still holds the lock after 2 s, which is so if its process is
     /// stopped or hangs. The request stays: it lets go as soon as it runs on.
-    async fn examine(&self, _ttl: Duration) -> Result<Examination> {
-        Ok(examine(&self.inner.path))
-    }
-
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
         let names = Names::new(&self.inner.path, key);
         let watch = &self.inner.watch;
@@ -194,6 +195,22 @@ impl Backend for Folder {
                 found.pid
             ),
         ))
+    }
+
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let (folder, prefix) = (self.inner.path.clone(), prefix.to_owned());
+        let after = after.map(|last| String::from_utf8_lossy(last).into_owned());
+        let listing = move || list(&folder, &prefix, after.as_deref());
+        let listed = tokio::task::spawn_blocking(listing).await;
+        listed.map_err(|error| {
+            Error::with_source(ErrorKind::Unavailable, "the runtime is ending", error)
+        })?
+    }
+
+    /// Removes the folder too, unless there is something in it that is none of ours.
+    async fn erase(&self) -> Result<()> {
+        let path = &self.inner.path;
+        remove_ours(path, self.inner.watch.marks()).map_err(|error| io_error("remove", path, error))
     }
 
     async fn close(&self) -> Result<()> {
@@ -298,18 +315,12 @@ impl Folder {
 
     /// The grant that holds the lock, and its token.
     async fn held_by(&self, names: &Names) -> Result<Option<(Grant, u64)>> {
-        for _ in 0..100 {
-            let before = read_info(names)?;
-            if matches!(before, Info::Nobody) || !is_locked(names)? {
-                return Ok(None);
+        for _ in 0..LOOKS {
+            match look(names)? {
+                Look::Free => return Ok(None),
+                Look::Held(found) => return Ok(Some((found.grant, found.token))),
+                Look::Unclear => tokio::task::yield_now().await,
             }
-            // It may have changed hands between the two looks, or the record was half written.
-            if let Info::Grant(grant, token) = before
-                && matches!(read_info(names)?, Info::Grant(now, _) if now.id == grant.id)
-            {
-                return Ok(Some((grant, token)));
-            }
-            tokio::task::yield_now().await;
         }
         Err(Error::new(
             ErrorKind::Unavailable,
@@ -321,9 +332,41 @@ impl Folder {
     }
 }
 
+/// So often a lock is looked at that is never the same in two looks.
+pub(crate) const LOOKS: usize = 100;
+
+/// What a look at a lock shows.
+pub(crate) enum Look {
+    Free,
+    Held(Found),
+    /// It changed hands meanwhile, or its record is half written, or of another version.
+    Unclear,
+}
+
+/// A grant, as it is recorded.
+pub(crate) struct Found {
+    pub(crate) key: String,
+    pub(crate) grant: Grant,
+    pub(crate) token: u64,
+}
+
+pub(crate) fn look(names: &Names) -> Result<Look> {
+    let before = read_info(names)?;
+    if matches!(before, Info::Nobody) || !is_locked(names)? {
+        return Ok(Look::Free);
+    }
+    // It may have changed hands between the two looks, or the record was half written.
+    if let Info::Grant(found) = before
+        && matches!(read_info(names)?, Info::Grant(now) if now.grant.id == found.grant.id)
+    {
+        return Ok(Look::Held(found));
+    }
+    Ok(Look::Unclear)
+}
+
 enum Info {
     Nobody,
-    Grant(Grant, u64),
+    Grant(Found),
     /// Half written, or by another version.
     Unreadable,
 }
@@ -339,10 +382,11 @@ fn read_info(names: &Names) -> Result<Info> {
         None => Info::Unreadable,
         Some(Record { grant: None, .. }) => Info::Nobody,
         Some(Record {
+            key,
             grant: Some(grant),
             token,
             ..
-        }) => Info::Grant(grant, token),
+        }) => Info::Grant(Found { key, grant, token }),
     })
 }
 
@@ -397,6 +441,21 @@ fn create_marks(folder: &Path, marks: &Path) -> io::Result<()> {
         Ok(()) if cfg!(unix) => fs::set_permissions(marks, folder.metadata()?.permissions()),
         Ok(()) => Ok(()),
     }
+}
+
+fn remove_ours(folder: &Path, marks: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(marks) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let extension = path.extension().and_then(|it| it.to_str());
+        if matches!(extension, Some("lock" | "info")) {
+            fs::remove_file(path)?;
+        }
+    }
+    fs::remove_dir(folder)
 }
 
 /// For people to read; nothing is decided by it.

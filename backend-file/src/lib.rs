@@ -4,6 +4,7 @@ mod backend;
 mod error;
 mod examine;
 mod hold;
+mod list;
 mod lock_file;
 mod name;
 mod record;

@@ -41,12 +41,26 @@ pub(crate) struct Names {
 
 impl Names {
     pub(crate) fn new(folder: &Path, key: &Key) -> Self {
-        let stem = stem(key.as_str());
+        Self::of_stem(folder, stem(key.as_str()))
+    }
+
+    pub(crate) fn of_stem(folder: &Path, stem: String) -> Self {
         Self {
             lock: folder.join(format!("{stem}.lock")),
             info: folder.join(format!("{stem}.info")),
             stem,
         }
+    }
+
+    /// The key that has these names. `None`: only the record in the file knows, since it was cut.
+    pub(crate) fn key(&self) -> Option<Key> {
+        let key = Key::new(unescape(&self.stem)?).ok()?;
+        self.belongs_to(&key).then_some(key)
+    }
+
+    /// Whether these are the names of `key`.
+    pub(crate) fn belongs_to(&self, key: &Key) -> bool {
+        stem(key.as_str()) == self.stem
     }
 }
 
@@ -69,6 +83,22 @@ fn stem(key: &str) -> String {
         }
     }
     stem
+}
+
+/// `text` with each `%xx` as the byte that it stands for; `None` if that is no text.
+pub(crate) fn unescape(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte == b'%' {
+            let high = char::from(rest.next()?).to_digit(16)?;
+            let low = char::from(rest.next()?).to_digit(16)?;
+            bytes.push(u8::try_from(high * 16 + low).ok()?);
+        } else {
+            bytes.push(byte);
+        }
+    }
+    String::from_utf8(bytes).ok()
 }
 
 /// `%` and the byte in hex.
@@ -182,32 +212,18 @@ mod tests {
         assert!(stems.iter().all(|stem| stem.len() <= 105));
     }
 
-    /// The inverse of steps 1 and 2.
-    fn unescape(stem: &str) -> String {
-        let mut bytes = Vec::new();
-        let mut rest = stem.as_bytes();
-        while let [first, tail @ ..] = rest {
-            if *first == b'%' {
-                let digits = std::str::from_utf8(&tail[..2]).unwrap();
-                bytes.push(u8::from_str_radix(digits, 16).unwrap());
-                rest = &tail[2..];
-            } else {
-                bytes.push(*first);
-                rest = tail;
-            }
-        }
-        String::from_utf8(bytes).unwrap()
-    }
-
     proptest! {
         #[test]
         fn short_names_can_be_read_back(key in "\\PC{1,30}|[a-z.%~]{1,30}|(?s:.){1,20}") {
-            let stem = stem(&key);
-            if stem.contains('~') {
-                prop_assert_eq!(stem.len(), KEPT + 1 + 64);
+            let key = Key::new(key).unwrap();
+            let names = Names::new(Path::new(""), &key);
+            let read = names.key();
+            if names.stem.contains('~') {
+                prop_assert_eq!(names.stem.len(), KEPT + 1 + 64);
+                prop_assert_eq!(read, None);
             } else {
-                prop_assert!(stem.len() <= LONGEST);
-                prop_assert_eq!(unescape(&stem), key);
+                prop_assert!(names.stem.len() <= LONGEST);
+                prop_assert_eq!(read, Some(key));
             }
         }
     }

@@ -26,7 +26,7 @@ use leasehold_core::{Holder, Token};
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
-use crate::name::{push_escaped, push_hex};
+use crate::name::{push_escaped, push_hex, unescape};
 
 const VERSION: &str = "leasehold-file 1";
 
@@ -166,24 +166,6 @@ fn push_line(body: &mut String, name: &str, value: &str) {
         }
     }
     body.push('\n');
-}
-
-fn unescape(value: &str) -> Option<String> {
-    if !value.contains('%') {
-        return Some(value.to_owned());
-    }
-    let mut bytes = Vec::with_capacity(value.len());
-    let mut rest = value.bytes();
-    while let Some(byte) = rest.next() {
-        if byte == b'%' {
-            let high = char::from(rest.next()?).to_digit(16)?;
-            let low = char::from(rest.next()?).to_digit(16)?;
-            bytes.push(u8::try_from(high * 16 + low).ok()?);
-        } else {
-            bytes.push(byte);
-        }
-    }
-    String::from_utf8(bytes).ok()
 }
 
 fn shortened(label: &str) -> &str {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
-    Holder, Key, Moment, Result, Tokens, Wakeup,
+    Holder, Key, Moment, Page, Result, Tokens, Wakeup,
 };
 use sqlx::{Connection as _, Row};
 use tokio::sync::{Notify, Semaphore, oneshot};
@@ -18,6 +18,7 @@ use crate::connection::{all, connect, examine};
 use crate::error::explain;
 use crate::hold::PostgresHold;
 use crate::key_form::LockId;
+use crate::list::list;
 use crate::peer::{DONE, Known, NONE, Question, parts};
 use crate::session::{Attempt, Common, Job, Seen, Tried, slice};
 use crate::sessions::{Sessions, Taken};
@@ -32,9 +33,9 @@ pub struct Postgres {
     client: Arc<Client>,
 }
 
-struct Client {
-    common: Arc<Common>,
-    sessions: Arc<Sessions>,
+pub(crate) struct Client {
+    pub(crate) common: Arc<Common>,
+    pub(crate) sessions: Arc<Sessions>,
     /// Places for holds.
     places: Arc<Semaphore>,
     max_holds: usize,
@@ -136,9 +137,19 @@ impl Backend for Postgres {
         self.client.evict(key, grant).await
     }
 
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        self.client.sessions.check_open()?;
+        list(&self.client, prefix, after).await
+    }
+
     async fn examine(&self, _ttl: Duration) -> Result<Examination> {
         self.client.sessions.check_open()?;
         crate::examine::examine(&self.client.common.options, self.client.max_holds).await
+    }
+
+    /// There is nothing but the sequence, which others use too: locks leave nothing behind.
+    async fn erase(&self) -> Result<()> {
+        Ok(())
     }
 
     async fn close(&self) -> Result<()> {
@@ -151,7 +162,11 @@ impl Backend for Postgres {
 const SHORTEST_TTL: Duration = Duration::from_millis(100);
 
 /// How long another session's answer is waited for at least.
-const PATIENCE: Duration = Duration::from_millis(100);
+pub(crate) const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The same where one grant is to be taken away: a session that is ended for its silence may have
+/// gone on to the next grant of the key. Far above what a session takes whose process is running.
+const PATIENCE_WITH_A_GRANT: Duration = Duration::from_secs(3);
 
 /// An answer that was not there in time, if it comes yet.
 async fn answered(mut late: oneshot::Receiver<String>, patience: Duration) -> Option<String> {
@@ -381,7 +396,7 @@ impl Client {
         )
     }
 
-    fn unavailable(&self, what: &str) -> Error {
+    pub(crate) fn unavailable(&self, what: &str) -> Error {
         Error::new(
             ErrorKind::Unavailable,
             format!("{}: {what}", self.common.options.address()),
@@ -412,7 +427,7 @@ impl Client {
     }
 
     /// Asks the server for the session, and the session for the grant.
-    async fn ask_holder(&self, key: LockId) -> Result<Option<Holder>> {
+    pub(crate) async fn ask_holder(&self, key: LockId) -> Result<Option<Holder>> {
         // What the server saw may be gone when the session is asked; not for ever.
         const TRIES: usize = 5;
         let mut seen = None;
@@ -422,12 +437,7 @@ impl Client {
                 return Ok(None);
             };
             if reply.as_deref() != Some(NONE) {
-                let mut holder = Holder::new(found.session);
-                holder.also_ends = found.other_locks;
-                if let Some(known) = reply.as_deref().and_then(Known::read) {
-                    known.complete(&mut holder);
-                }
-                return Ok(Some(holder));
+                return Ok(Some(shown(found, reply.as_deref())));
             }
             seen = Some(found);
         }
@@ -483,7 +493,11 @@ impl Client {
         let found = found.await.unwrap_or_else(|_ended| {
             Err(self.unavailable("the session ended while it was asked"))
         })?;
-        let patience = PATIENCE.max(started.elapsed() * TIMES);
+        let least = match what {
+            Some(Question::Evict(Some(_))) => PATIENCE_WITH_A_GRANT,
+            _ => PATIENCE,
+        };
+        let patience = least.max(started.elapsed() * TIMES);
         let text = match (&found, what) {
             (Some(Seen { listens: true, .. }), Some(_)) => timeout(patience, &mut reply).await,
             _ => return Ok((found, None, reply)),
@@ -512,6 +526,16 @@ impl Client {
             .try_fold(false, |any, ended| Ok(any | ended?))
             .map_err(|error| explain(doing, error))
     }
+}
+
+/// What the server knows of the session that has a lock, and what that answers, if it does.
+pub(crate) fn shown(found: Seen, reply: Option<&str>) -> Holder {
+    let mut holder = Holder::new(found.session);
+    holder.also_ends = found.other_locks;
+    if let Some(known) = reply.and_then(Known::read) {
+        known.complete(&mut holder);
+    }
+    holder
 }
 
 impl fmt::Debug for Postgres {

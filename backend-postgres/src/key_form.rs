@@ -55,6 +55,20 @@ impl KeyForm {
         }
     }
 
+    /// How it writes `id`: for [`Name`](Self::Name), whose text is lost, as a bigint.
+    pub(crate) fn text(self, id: LockId) -> String {
+        match self {
+            Self::Name | Self::Bigint => id.to_string(),
+            Self::IntPair => {
+                let halves = id.cast_unsigned();
+                let upper = i32::try_from(id >> 32).unwrap_or_default();
+                // The lower half, with its sign.
+                let lower = ((halves << 32).cast_signed()) >> 32;
+                format!("{upper},{lower}")
+            }
+        }
+    }
+
     /// The arguments of a lock function, for the SQL expression `id` of type bigint.
     pub(crate) fn arguments(self, id: &str) -> String {
         match self {
@@ -62,6 +76,11 @@ impl KeyForm {
             // Shifting right keeps the sign.
             Self::IntPair => format!("(({id}) >> 32)::int, ((({id}) << 32) >> 32)::int"),
         }
+    }
+
+    /// What `pg_locks` shows so.
+    pub(crate) fn from_pg_locks(class: i64, object: i64) -> LockId {
+        (class << 32) | (object & LockId::from(u32::MAX))
     }
 
     /// How `pg_locks` shows it: `classid`, `objid`, `objsubid`.
@@ -145,5 +164,20 @@ mod tests {
             KeyForm::IntPair.in_pg_locks(pair(-1, 7)),
             (0xffff_ffff, 7, 2)
         );
+    }
+
+    #[test]
+    fn numbers_are_read_back() {
+        for (form, texts) in [
+            (KeyForm::Bigint, ["0", "-1", "-9223372036854775808"]),
+            (KeyForm::IntPair, ["0,-1", "-1,7", "-2147483648,2147483647"]),
+        ] {
+            for text in texts {
+                let id = id(form, text).expect("a number");
+                let (class, object, _) = form.in_pg_locks(id);
+                assert_eq!(KeyForm::from_pg_locks(class, object), id, "{text}");
+                assert_eq!(form.text(id), text);
+            }
+        }
     }
 }

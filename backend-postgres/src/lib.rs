@@ -6,6 +6,7 @@ mod error;
 mod examine;
 mod hold;
 mod key_form;
+mod list;
 mod options;
 mod peer;
 mod session;

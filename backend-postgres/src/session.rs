@@ -97,6 +97,12 @@ pub(crate) enum Job {
         seen: oneshot::Sender<Result<Option<Seen>>>,
         reply: oneshot::Sender<String>,
     },
+    /// What the server knows about who has which locks, some of them; and asks those sessions.
+    List {
+        /// The last lock of the page before, as `pg_locks` shows it.
+        after: Option<(i64, i64)>,
+        seen: oneshot::Sender<Result<Vec<SeenLock>>>,
+    },
     /// Whether the session still has this grant, and the server the session.
     Check {
         key: LockId,
@@ -126,6 +132,18 @@ pub(crate) struct Seen {
     pub(crate) other_locks: u64,
     pub(crate) listens: bool,
 }
+
+/// A lock that is held, and what its holder answers.
+#[derive(Debug)]
+pub(crate) struct SeenLock {
+    /// As `pg_locks` shows it.
+    pub(crate) place: (i64, i64),
+    pub(crate) seen: Seen,
+    pub(crate) reply: oneshot::Receiver<String>,
+}
+
+/// How many locks a [`Job::List`] has at most.
+pub(crate) const LISTED: usize = 100;
 
 /// What became of a [`Job::Try`].
 #[derive(Debug)]

@@ -37,9 +37,16 @@ pub(crate) struct Sql {
     /// a session for ever. Somebody else's shared locks may make more holders than one: then it is any
     /// of them.
     pub(crate) holder: SqlStr,
+    /// Of the locks that are held behind the one that `pg_locks` shows as `$1`, `$2`, or from the first
+    /// on, the next `$3`: the backend that answers, and in arrays of one length what [`holder`](Self::holder)
+    /// has: upper and lower half of each lock, the backend that has it, its start, how many other locks
+    /// that has, whether it listens.
+    ///
+    /// Without those that sessions keep for themselves.
+    pub(crate) list: SqlStr,
     /// Whether the backend `$1` has the right to end this session.
     pub(crate) may_end_us: SqlStr,
-    /// To the channel `$1`.
+    /// To each of the channels `$1` the message of `$2`.
     pub(crate) notify: SqlStr,
 }
 
@@ -69,6 +76,7 @@ impl Sql {
             )),
             heartbeat: statement("SELECT pg_backend_pid()".into()),
             holder: statement(holder()),
+            list: statement(list(key_form)),
             may_end_us: statement(
                 "SELECT pg_backend_pid(), \
                    coalesce(bool_or(pg_has_role(usesysid, current_user, 'USAGE') \
@@ -76,7 +84,11 @@ impl Sql {
                  FROM pg_stat_activity WHERE pid = $1 AND usesysid IS NOT NULL"
                     .into(),
             ),
-            notify: statement("SELECT pg_backend_pid(), pg_notify($1, $2)".into()),
+            notify: statement(
+                "SELECT pg_backend_pid(), count(pg_notify(channel, message)) \
+                 FROM unnest($1::text[], $2::text[]) AS n(channel, message)"
+                    .into(),
+            ),
             key_form,
             sequence,
         })
@@ -136,7 +148,7 @@ impl Sql {
              SELECT setval({}, greatest(last_value, {seen}, \
                (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) + 1000000) FROM {sequence}; \
              COMMIT; LISTEN {}; SELECT pg_advisory_lock_shared({}); {}",
-            hashed("leasehold: tokens are being lifted"),
+            lifting(),
             literal(sequence),
             channel(pid),
             listens(),
@@ -203,6 +215,42 @@ fn holder() -> String {
     )
 }
 
+fn list(form: KeyForm) -> String {
+    let (_, _, kind) = form.in_pg_locks(0);
+    format!(
+        "WITH held AS MATERIALIZED (SELECT pid, classid, objid, objsubid, mode FROM pg_locks \
+           WHERE locktype = 'advisory' AND granted AND {here}), \
+         own AS (SELECT pid, objid FROM held \
+           WHERE classid = {class}::bigint::oid AND objsubid = 1 AND mode = 'ShareLock'), \
+         page AS MATERIALIZED (SELECT DISTINCT ON (classid::bigint, objid::bigint) \
+             classid::bigint AS class, objid::bigint AS object, pid FROM held \
+           WHERE objsubid = {kind} \
+             AND NOT (classid = {class}::bigint::oid AND objsubid = 1 AND mode = 'ShareLock') \
+             AND NOT ({lifting}) \
+             AND ($1::bigint IS NULL OR (classid::bigint, objid::bigint) > ($1, $2::bigint)) \
+           ORDER BY classid::bigint, objid::bigint LIMIT $3), \
+         seen AS (SELECT class, object, pid, \
+             coalesce((SELECT {start} FROM pg_stat_get_activity(page.pid)), '') AS start, \
+             (SELECT count(*) FROM held WHERE held.pid = page.pid) \
+               - (SELECT count(*) FROM own WHERE own.pid = page.pid) - 1 AS others, \
+             page.pid IN (SELECT pid FROM own WHERE objid = {listens}) AS listens \
+           FROM page) \
+         SELECT pg_backend_pid(), \
+           coalesce(array_agg(class ORDER BY class, object), '{{}}'), \
+           coalesce(array_agg(object ORDER BY class, object), '{{}}'), \
+           coalesce(array_agg(pid ORDER BY class, object), '{{}}'), \
+           coalesce(array_agg(start ORDER BY class, object), '{{}}'), \
+           coalesce(array_agg(others ORDER BY class, object), '{{}}'), \
+           coalesce(array_agg(listens ORDER BY class, object), '{{}}') \
+         FROM seen",
+        here = HERE,
+        class = listens() >> 32,
+        listens = listens() & 0xffff_ffff,
+        lifting = on_key(KeyForm::Bigint, lifting()),
+        start = START,
+    )
+}
+
 /// Of this database, in `pg_locks`.
 const HERE: &str = "database = (SELECT oid FROM pg_database WHERE datname = current_database())";
 
@@ -215,6 +263,11 @@ fn on_key(form: KeyForm, key: LockId) -> String {
     format!(
         "classid = {class}::bigint::oid AND objid = {object}::bigint::oid AND objsubid = {kind}"
     )
+}
+
+/// The lock under which tokens are lifted.
+fn lifting() -> LockId {
+    hashed("leasehold: tokens are being lifted")
 }
 
 /// The lock that all sessions share which listen to operators. The locks of a [`Reserve`] come after it.

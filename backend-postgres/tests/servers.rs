@@ -9,7 +9,7 @@ use std::time::Duration;
 use leasehold_conformance::Control as _;
 use leasehold_conformance::fixtures::certificates::{Authority, Certificate};
 use leasehold_conformance::fixtures::postgres::{PgBouncer, PostgresServer};
-use leasehold_core::{ErrorKind, Locks};
+use leasehold_core::{ErrorKind, Listed, Locks};
 use leasehold_postgres::{KeyForm, Postgres};
 use support::{
     HELD, OURS, SOON, WAITING, ask, client, foreign, locks, options, patient, run, server, soon,
@@ -714,6 +714,126 @@ async fn only_those_with_the_right_to_it_take_locks_away() {
     soon("lost fires", guard.lost()).await;
     assert!(beside.is_held());
     assert!(operator.try_lock("job").await.unwrap().is_some());
+}
+
+/// More than a page of them, those of another program and of somebody who must not ask among them; what
+/// sessions lock for themselves is not there.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_has_all_locks_by_their_numbers() {
+    const LOCKS: usize = 250;
+    let server = server!();
+    let numbers = options(&server).with_key_form(KeyForm::Bigint);
+    let numbers = patient(Postgres::connect_with(numbers).await.unwrap());
+    let pairs = options(&server).with_key_form(KeyForm::IntPair);
+    let pairs = patient(Postgres::connect_with(pairs).await.unwrap());
+    let names = locks(&server).await.with_label("nightly");
+
+    let guard = names.lock("job").await.unwrap();
+    let mut held = Vec::new();
+    for number in 0..LOCKS {
+        held.push(numbers.lock(format!("-{}", number + 1)).await.unwrap());
+    }
+    let pair = pairs.lock("7,-1").await.unwrap();
+    let mut psql = foreign(&server).await;
+    run(
+        &mut psql,
+        "SELECT pg_advisory_lock(42), pg_advisory_lock_shared(43)",
+    )
+    .await;
+    let pid: i32 = ask(&mut psql, "SELECT pg_backend_pid()").await;
+
+    let all = listed(&numbers, "").await;
+    let found: std::collections::BTreeSet<_> = all.iter().map(|it| it.raw.as_str()).collect();
+    assert_eq!(all.len(), LOCKS + 3, "{all:?}");
+    assert_eq!(found.len(), LOCKS + 3);
+    for guard in &held {
+        let listed = all.iter().find(|it| it.key.as_ref() == Some(guard.key()));
+        let holder = listed.unwrap().holder.as_ref().unwrap();
+        assert_eq!(holder.owner, Some(guard.owner().to_string()));
+        assert_eq!(holder.token, Some(guard.token()));
+    }
+    for theirs in ["42", "43"] {
+        let listed = all.iter().find(|it| it.raw == theirs).unwrap();
+        let holder = listed.holder.as_ref().unwrap();
+        assert!(holder.grant.starts_with(&format!("{pid}@")), "{holder:?}");
+        assert_eq!((holder.token, holder.also_ends), (None, 1));
+    }
+    let few = listed(&numbers, "-24").await;
+    assert_eq!(few.len(), 11, "{few:?}");
+
+    let only = listed(&pairs, "").await;
+    assert_eq!(only.len(), 1, "{only:?}");
+    assert_eq!(only[0].key.as_ref(), Some(pair.key()));
+
+    // Names are hashed: it is known by its number alone, and can be taken away by that.
+    let hashed = listed(&names, "").await;
+    assert_eq!(hashed.len(), LOCKS + 3);
+    let labelled = |it: &&Listed| it.holder.as_ref().unwrap().label.as_deref() == Some("nightly");
+    let job = hashed.iter().find(labelled).unwrap();
+    assert_eq!((&job.key, job.waiting), (&None, None));
+    let error = names.list("jo").next().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(numbers.evict(&job.raw, job.holder.as_ref()).await.unwrap());
+    soon("lost fires", guard.lost()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_shows_what_may_not_be_asked_as_far_as_the_server_knows_it() {
+    let server = server!();
+    server
+        .psql("CREATE ROLE nosy LOGIN; GRANT CREATE ON SCHEMA public TO nosy")
+        .await
+        .unwrap();
+    let nosy = patient(Postgres::connect(server.url_for("nosy")).await.unwrap());
+    let own = nosy.lock("own").await.unwrap();
+    let _theirs = locks(&server).await.lock("theirs").await.unwrap();
+    let mut tokens = Vec::new();
+    for listed in listed(&nosy, "").await {
+        tokens.push(listed.holder.unwrap().token);
+    }
+    tokens.sort();
+    assert_eq!(tokens, [None, Some(own.token())]);
+}
+
+async fn listed(locks: &Locks, prefix: &str) -> Vec<Listed> {
+    let mut listing = locks.list(prefix);
+    let mut all = Vec::new();
+    while let Some(listed) = soon("listed", listing.next()).await.unwrap() {
+        all.push(listed);
+    }
+    all
+}
+
+/// One session has many grants, and what the server can end is the session.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_is_busy_keeps_the_next_grant_when_the_last_is_evicted() {
+    let server = server!();
+    let operator = locks(&server).await;
+    let url = server.url_for("postgres");
+    let (named, next) = tokio::sync::oneshot::channel();
+    let (busy, is_busy) = tokio::sync::oneshot::channel();
+    // What happens on its only thread cannot answer while that thread is busy.
+    let application = std::thread::spawn(move || {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().build().unwrap();
+        runtime.block_on(async {
+            let locks = patient(Postgres::connect(url).await.unwrap());
+            let last = locks.lock("job").await.unwrap();
+            named
+                .send(locks.holder("job").await.unwrap().unwrap())
+                .unwrap();
+            last.release().await.unwrap();
+            let guard = locks.lock("job").await.unwrap();
+            busy.send(()).unwrap();
+            #[expect(clippy::disallowed_methods, reason = "it is to be busy")]
+            std::thread::sleep(Duration::from_secs(1));
+            guard.release().await
+        })
+    });
+    let last = soon("the first grant", next).await.unwrap();
+    soon("the second grant", is_busy).await.unwrap();
+    assert!(!operator.evict("job", Some(&last)).await.unwrap());
+    application.join().unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

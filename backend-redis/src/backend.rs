@@ -2,16 +2,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Examination, Expiry, Fairness, Guarantees, Hold, Holder, Key, Result, Wakeup,
+    Backend, Claim, Examination, Expiry, Fairness, Guarantees, Hold, Holder, Key, Page, Result,
+    Wakeup,
 };
 use redis::Value;
 
 use crate::client::Client;
 use crate::cluster::Cluster;
+use crate::erase::erase;
 use crate::request::Sender;
-use crate::script::{self, HOLDER};
+use crate::script;
 use crate::servers::Servers;
-use crate::{RedisOptions, error, examine, queue, value};
+use crate::{RedisOptions, error, examine, list, queue};
 
 /// The locks of one Redis server, or of a Redis Cluster.
 ///
@@ -81,24 +83,7 @@ impl Backend for Redis {
     }
 
     async fn holder(&self, key: &Key) -> Result<Option<Holder>> {
-        let keys = self.servers.names().of(key);
-        let make = |_| (&*HOLDER, script::call(&HOLDER, &[&keys.lock]));
-        let held = self.servers.call(&keys, true, make).await?;
-        match held.answer {
-            Value::Nil => Ok(None),
-            Value::Array(fields) => match &fields[..] {
-                [
-                    Value::BulkString(value),
-                    Value::Int(left),
-                    Value::BulkString(grant),
-                ] => {
-                    let grant = String::from_utf8_lossy(grant).into_owned();
-                    Ok(Some(value::holder(value, *left, grant)))
-                }
-                _ => Err(error::unexpected(&held.line.client.address)),
-            },
-            _ => Err(error::unexpected(&held.line.client.address)),
-        }
+        self.servers.holder(&self.servers.names().of(key)).await
     }
 
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
@@ -117,8 +102,19 @@ impl Backend for Redis {
         }
     }
 
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        list::list(&self.servers, prefix, after).await
+    }
+
     async fn examine(&self, _ttl: Duration) -> Result<Examination> {
         examine::examine(&self.servers.clients()?).await
+    }
+
+    async fn erase(&self) -> Result<()> {
+        for client in self.servers.clients()? {
+            erase(&client).await?;
+        }
+        Ok(())
     }
 
     async fn close(&self) -> Result<()> {

@@ -105,6 +105,15 @@ impl Connection {
         answer
     }
 
+    /// The same for a command that is no script.
+    pub(crate) async fn command(self: &Arc<Self>, cmd: &Cmd) -> RedisResult<Value> {
+        let mut unanswered = Unanswered(Some(self));
+        let answer = self.ask(cmd).await;
+        unanswered.0 = None;
+        self.heed(&answer);
+        answer
+    }
+
     /// Whether this connection is one to go on with.
     fn heed(&self, answer: &RedisResult<Value>) {
         if let Err(e) = answer

@@ -72,12 +72,29 @@ impl Names {
 
     /// The keys of the lock that a message calls by its key; `None` if it is none of ours.
     pub(crate) fn of_lock(&self, lock: &str) -> Option<LockKeys> {
+        self.locked(lock).map(|name| self.of_name(name))
+    }
+
+    /// The name of the lock that has this key; `None` if none has.
+    pub(crate) fn locked<'a>(&self, lock: &'a str) -> Option<&'a str> {
         let name = lock.strip_prefix(&*self.prefix)?;
-        let name = match name.strip_prefix(OURS) {
-            Some(ours) => ours.strip_prefix("key:")?,
-            None => name,
+        match name.strip_prefix(OURS) {
+            Some(ours) => ours
+                .strip_prefix("key:")
+                .filter(|name| name.starts_with(OURS)),
+            None => Some(name),
+        }
+    }
+
+    /// The name of the lock whose queue has this key; `None` if none has.
+    pub(crate) fn queued<'a>(&self, queue: &'a str) -> Option<&'a str> {
+        let ours = queue.strip_prefix(&*self.prefix)?.strip_prefix(OURS)?;
+        let name = ours.strip_prefix("queue:")?;
+        let name = match self.token {
+            Some(_) => name,
+            None => name.split_once("}:")?.1,
         };
-        Some(self.of_name(name))
+        (*self.of_name(name).queue == *queue).then_some(name)
     }
 
     /// The channel on which a client hears of its grants.
@@ -91,7 +108,7 @@ impl Names {
         self.beside(lock, "probe-queue", &client.to_string())
     }
 
-    fn of_name(&self, name: &str) -> LockKeys {
+    pub(crate) fn of_name(&self, name: &str) -> LockKeys {
         let prefix = &self.prefix;
         let lock = if name.starts_with(OURS) {
             format!("{prefix}{OURS}key:{name}")
@@ -152,9 +169,14 @@ mod tests {
         #[test]
         fn a_name_can_be_read_back(name in "(leasehold:|key:|queue:|token|[a-z:{}]|\\PC|(?s:.)){1,12}") {
             let names = Names::new("lock:");
+            for names in [names.clone(), Names::in_cluster("lock:").unwrap()] {
+                let keys = names.of(&Key::new(&name).unwrap());
+                prop_assert_eq!(names.locked(&keys.lock), Some(&*name));
+                prop_assert_eq!(names.queued(&keys.queue), Some(&*name));
+                prop_assert_eq!(names.locked(&keys.queue), None);
+                prop_assert_eq!(names.queued(&keys.lock), None);
+            }
             let keys = names.of(&Key::new(&name).unwrap());
-            prop_assert_eq!(keys.queue.strip_prefix("lock:leasehold:queue:"), Some(&*name));
-            prop_assert_eq!(names.of_lock(&keys.lock).unwrap().queue, keys.queue);
             // Nothing of ours is called so.
             if let Some(ours) = keys.lock.strip_prefix("lock:leasehold:") {
                 prop_assert!(ours.starts_with("key:leasehold:"), "{}", keys.lock);
@@ -189,6 +211,8 @@ mod tests {
         }
         assert!(names.of_lock("other:a").is_none());
         assert!(names.of_lock("lock:leasehold:token").is_none());
+        // Nobody locks `a` so, whoever has put it there.
+        assert!(names.of_lock("lock:leasehold:key:a").is_none());
     }
 
     #[test]

@@ -74,6 +74,7 @@ pub(crate) static TOGETHER: LazyLock<Script> = LazyLock::new(|| {
     )
 });
 pub(crate) static HOLDER: LazyLock<Script> = LazyLock::new(|| script!("holder.lua"));
+pub(crate) static LISTED: LazyLock<Script> = LazyLock::new(|| script!("listed.lua"));
 pub(crate) static FREE: LazyLock<Script> = LazyLock::new(|| script!("free.lua"));
 pub(crate) static LEAVE: LazyLock<Script> = LazyLock::new(|| script!("find.lua", "leave.lua"));
 pub(crate) static PROBE: LazyLock<Script> = LazyLock::new(|| script!("hand_over.lua", "probe.lua"));

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use leasehold_core::{Error, Moment, Result};
+use leasehold_core::{Error, Holder, Moment, Result};
 use redis::{Cmd, RedisError, RedisResult, Script, Value};
 use tokio::time::{sleep, timeout};
 use tracing::debug;
@@ -16,6 +16,8 @@ use crate::error;
 use crate::inbox::Inbox;
 use crate::names::{LockKeys, Names};
 use crate::request::{Answer, Place, Request, Sender};
+use crate::script::{self, HOLDER};
+use crate::value;
 
 /// What is behind one [`Redis`](crate::Redis), and sends each request to the server that it is for.
 #[derive(Debug, Clone)]
@@ -188,6 +190,30 @@ impl Servers {
             self.shared().saw(token.get());
         }
         Ok(Answered { answer, sent, line })
+    }
+
+    /// Who has this lock. It names no other key, so it is answered while a slot moves too.
+    ///
+    /// # Errors
+    /// As [`error::map`] has it.
+    pub(crate) async fn holder(&self, keys: &LockKeys) -> Result<Option<Holder>> {
+        let make = |_| (&*HOLDER, script::call(&HOLDER, &[&keys.lock]));
+        let held = self.call(keys, true, make).await?;
+        match held.answer {
+            Value::Nil => Ok(None),
+            Value::Array(fields) => match &fields[..] {
+                [
+                    Value::BulkString(value),
+                    Value::Int(left),
+                    Value::BulkString(grant),
+                ] => {
+                    let grant = String::from_utf8_lossy(grant).into_owned();
+                    Ok(Some(value::holder(value, *left, grant)))
+                }
+                _ => Err(error::unexpected(&held.line.client.address)),
+            },
+            _ => Err(error::unexpected(&held.line.client.address)),
+        }
     }
 
     /// Calls a script that is no [`Request`]. `again`: it may be sent again if the first was not

@@ -70,6 +70,13 @@ pub(crate) fn holder(value: &[u8], left: i64, grant: String) -> Holder {
     holder
 }
 
+/// What holds a lock whose key has data of another type: it is somebody else's, and no more is known.
+pub(crate) fn other_data(left: i64) -> Holder {
+    let mut holder = Holder::new("data of another type");
+    holder.remaining = u64::try_from(left).ok().map(Duration::from_millis);
+    holder
+}
+
 fn ours(fields: &str) -> Option<(u64, u64, &str, &str)> {
     let mut fields = fields.splitn(7, ' ');
     let _claim: Uuid = fields.next()?.parse().ok()?;

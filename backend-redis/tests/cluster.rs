@@ -294,6 +294,43 @@ async fn a_lock_whose_slot_migrates_is_renewed_freed_and_handed_on() {
     assert!(is_taken(&other, "a").await);
 }
 
+/// Locks on all nodes, one of them waited for, and one whose slot is just moving.
+#[tokio::test]
+async fn a_list_has_the_locks_of_all_nodes() {
+    let cluster = cluster([]).await;
+    let client = connect(&cluster).await;
+    let names: Vec<_> = (0..50).map(|number| format!("n{number}")).collect();
+    let mut held = Vec::new();
+    for name in &names {
+        held.push(granted(&client, &claim(name, LONG)).await);
+    }
+    let (slot, from) = place(&cluster, "n7").await;
+    let _waiter = spawn(&client, waiting("n7", LONG));
+    until_queued(&cluster, from, slot, 1).await;
+    let check = async |waiting| {
+        let listed = list(&client, "n").await;
+        for (name, hold) in names.iter().zip(&held) {
+            let key = key(name);
+            let found = listed.iter().find(|it| it.key.as_ref() == Some(&key));
+            let found = found.unwrap_or_else(|| panic!("{name} is not listed"));
+            let holder = found.holder.as_ref().unwrap();
+            assert_eq!(holder.token, Some(hold.token()), "{name}");
+            let others = Some(0);
+            let waits = if name == "n7" { waiting } else { others };
+            assert_eq!(found.waiting, waits, "{name}");
+        }
+        listed.len()
+    };
+    assert_eq!(check(Some(1)).await, 50);
+    let moving = Move::begin(&cluster, slot, from).await;
+    moving.take("lock:n7").await;
+    // Its queue is elsewhere, so that no script may use both.
+    check(None).await;
+    moving.take_all().await;
+    moving.end().await;
+    check(Some(1)).await;
+}
+
 /// A waiter that gives up while the keys of its lock are apart leaves the queue all the same, and a
 /// claim that comes meanwhile is told to come again.
 #[tokio::test]

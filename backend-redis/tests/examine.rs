@@ -131,6 +131,15 @@ async fn what_may_not_be_asked_is_said() {
         advice.contains("+info") && advice.contains("+config|get"),
         "{advice}"
     );
+
+    // Without its settings it is not known whether there are snapshots.
+    ask.run("ACL SETUSER locks +info").await;
+    let examination = examined_at(&url).await;
+    let expected = [
+        (Severity::Note, "not-asked"),
+        (Severity::Warning, "no-append-only-file"),
+    ];
+    assert_eq!(found(&examination), expected);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -5,17 +5,19 @@ use std::time::Duration;
 use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Consistency, Examination, Expiry, Fairness, Guarantees, Hold, Holder, Key,
-    Moment, Result, Tokens, Wakeup,
+    Moment, Page, Result, Tokens, Wakeup,
 };
 use tokio::time::sleep;
 use zookeeper_client::Error as Client;
 
+use crate::erase::erase;
 use crate::error;
 use crate::examine::{Ensemble, examine};
 use crate::hold::ZooKeeperHold;
+use crate::list;
 use crate::names;
 use crate::options::ZooKeeperOptions;
-use crate::place::{PAUSE, list};
+use crate::place::{self, PAUSE};
 use crate::queue;
 use crate::record;
 use crate::session::{Answer, Session};
@@ -87,10 +89,10 @@ impl ZooKeeper {
     }
 
     /// For requests that are no claims: core limits the time that they take.
-    const TTL: Duration = Duration::from_secs(30);
+    pub(crate) const TTL: Duration = Duration::from_secs(30);
 
     /// How long they are tried again when they are not answered.
-    const PATIENCE: Duration = Duration::from_secs(5);
+    pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
     /// Any session, for a request that is no claim.
     async fn session(&self) -> Result<Arc<Session>> {
@@ -169,8 +171,25 @@ impl Backend for ZooKeeper {
         }
     }
 
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let started = Moment::now();
+        loop {
+            let session = self.session().await?;
+            let answer = list::list(&session, prefix, after).await;
+            if let Some(page) = self.settled(&session, answer, started).await {
+                return page;
+            }
+        }
+    }
+
     async fn examine(&self, ttl: Duration) -> Result<Examination> {
         examine(self.sessions.shared_options(), ttl).await
+    }
+
+    /// Its own sessions too are over then.
+    async fn erase(&self) -> Result<()> {
+        self.sessions.close(Self::PATIENCE).await;
+        erase(self.sessions.shared_options()).await
     }
 
     async fn close(&self) -> Result<()> {
@@ -182,7 +201,7 @@ impl Backend for ZooKeeper {
 async fn holder(session: &Session, key: &Key) -> Answer<Option<Holder>> {
     let parent = session.options().parent(key);
     loop {
-        let children = list(session, &parent, ZooKeeper::PATIENCE).await?;
+        let children = place::list(session, &parent, ZooKeeper::PATIENCE).await?;
         let Some(first) = names::first(&children) else {
             return Ok(None);
         };
@@ -200,7 +219,7 @@ async fn holder(session: &Session, key: &Key) -> Answer<Option<Holder>> {
 /// The node that holds the lock, by its path, if it is the one that is named.
 async fn target(session: &Session, key: &Key, grant: Option<&Holder>) -> Answer<Option<String>> {
     let parent = session.options().parent(key);
-    let children = list(session, &parent, ZooKeeper::PATIENCE).await?;
+    let children = place::list(session, &parent, ZooKeeper::PATIENCE).await?;
     let first =
         names::first(&children).filter(|first| grant.is_none_or(|grant| grant.grant == *first));
     Ok(first.map(|first| format!("{parent}/{first}")))

@@ -222,7 +222,7 @@ fn read_status(text: &str, server: &mut Examined, examination: &mut Examination)
             Severity::Note,
             "not-asked",
             format!("{address} does not say its version and mode"),
-            "allow the word srvr (4lw.commands.whitelist)",
+            "name the server by its own address, if something stands before it",
         );
     }
 }
@@ -262,5 +262,11 @@ mod tests {
         let text = "This ZooKeeper instance is not currently serving requests\n";
         read_status(text, &mut server, &mut examination);
         assert_eq!(examination.findings[0].id, "server-not-serving");
+        read_status(
+            "HTTP/1.1 400 Bad Request\r\n",
+            &mut server,
+            &mut examination,
+        );
+        assert_eq!(examination.findings[1].id, "not-asked");
     }
 }

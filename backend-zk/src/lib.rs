@@ -1,9 +1,11 @@
 #![doc = include_str!("../README.md")]
 
 mod backend;
+mod erase;
 mod error;
 mod examine;
 mod hold;
+mod list;
 mod names;
 mod options;
 mod place;

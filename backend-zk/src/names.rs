@@ -29,6 +29,23 @@ pub(crate) fn node(key: &Key) -> String {
     name
 }
 
+/// The key that has this name; `None` if none is written so.
+pub(crate) fn key(name: &str) -> Option<Key> {
+    let mut bytes = Vec::with_capacity(name.len());
+    let mut rest = name.bytes();
+    while let Some(byte) = rest.next() {
+        if byte == b'%' {
+            let high = char::from(rest.next()?).to_digit(16)?;
+            let low = char::from(rest.next()?).to_digit(16)?;
+            bytes.push(u8::try_from(high * 16 + low).ok()?);
+        } else {
+            bytes.push(byte);
+        }
+    }
+    let key = Key::new(String::from_utf8(bytes).ok()?).ok()?;
+    (node(&key) == name).then_some(key)
+}
+
 fn refused(char: char) -> bool {
     matches!(char,
         '/' | '%'
@@ -64,6 +81,11 @@ pub(crate) fn ahead<'a>(children: &'a [String], own: &str) -> Option<(&'a str, b
     };
     let (_, nearest) = ahead().min()?;
     Some((nearest, ahead().count() == 1))
+}
+
+/// How many contend for the lock.
+pub(crate) fn contenders(children: &[String]) -> usize {
+    children.iter().filter_map(|child| sequence(child)).count()
 }
 
 /// The contender that all others stand behind.
@@ -170,19 +192,15 @@ mod tests {
         ) {
             let written = name_of(&name);
             prop_assert!(!written.contains('/') && written != SESSIONS, "{written}");
-            let mut bytes = Vec::new();
-            let mut rest = written.as_bytes();
-            while let [first, tail @ ..] = rest {
-                if *first == b'%' {
-                    let digits = std::str::from_utf8(&tail[..2]).unwrap();
-                    bytes.push(u8::from_str_radix(digits, 16).unwrap());
-                    rest = &tail[2..];
-                } else {
-                    bytes.push(*first);
-                    rest = tail;
-                }
-            }
-            prop_assert_eq!(String::from_utf8(bytes).unwrap(), name);
+            let read = key(&written).unwrap();
+            prop_assert_eq!(read.as_str(), name);
+        }
+    }
+
+    #[test]
+    fn a_foreign_node_is_no_key() {
+        for name in ["%2f", "%61", "%", "%2", "%FF", "%xy", SESSIONS, ".", "a/b"] {
+            assert_eq!(key(name), None, "{name}");
         }
     }
 
@@ -223,5 +241,7 @@ mod tests {
             Some(("x-lock--2147483648", false))
         );
         assert_eq!(first(&["config".into()]), None);
+        assert_eq!(contenders(&["config".into()]), 0);
+        assert_eq!(contenders(&children), 4);
     }
 }

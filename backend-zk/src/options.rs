@@ -222,6 +222,11 @@ impl ZooKeeperOptions {
         format!("{}{}/{}", self.chroot, self.prefix, names::node(key))
     }
 
+    /// The node under which everything lies; never the root of all.
+    pub(crate) fn root(&self) -> String {
+        format!("{}{}", self.chroot, self.prefix)
+    }
+
     /// Where the sessions' own nodes lie.
     pub(crate) fn sessions(&self) -> String {
         format!("{}{}/{}", self.chroot, self.prefix, names::SESSIONS)

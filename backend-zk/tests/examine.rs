@@ -2,7 +2,8 @@
 
 mod support;
 
-use std::process::ExitCode;
+use std::io::Write as _;
+use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context as _, ensure};
 use leasehold_conformance::fixtures::zookeeper::ZooKeeperEnsemble;
@@ -18,6 +19,9 @@ fn main() -> ExitCode {
             }),
             ("three_servers_are_as_they_should_be", || {
                 run(three_servers())
+            }),
+            ("an_ensemble_that_may_not_be_asked_is_said", || {
+                run(ensemble_not_asked())
             }),
         ],
     )
@@ -83,5 +87,38 @@ async fn three_servers() -> anyhow::Result<()> {
             .what
             .contains(&servers.server(follower))
     );
+    Ok(())
+}
+
+async fn ensemble_not_asked() -> anyhow::Result<()> {
+    // Base64 of SHA-1 of the user and the password.
+    let secret = "super:lK75jTNcA+U9vtVEw5vB51mj/w4=";
+    let superuser = format!("DigestAuthenticationProvider.superDigest={secret}");
+    let servers = ZooKeeperEnsemble::start(3, &superuser).await?;
+    administrate(
+        &servers.server(0),
+        "addauth digest super:secret\nsetAcl /zookeeper/config auth::r\n",
+    )?;
+    let (examination, losses) = examined(&servers.servers()).await?;
+    ensure!(losses == 0, "not known: {losses}");
+    let unknown = (Severity::Warning, "servers-unknown");
+    ensure!(found(&examination) == [unknown], "{examination:?}");
+    Ok(())
+}
+
+/// By ZooKeeper's own command line.
+fn administrate(server: &str, commands: &str) -> anyhow::Result<()> {
+    let mut main = Command::new(ZooKeeperEnsemble::PROGRAM)
+        .args(["-cp", "/usr/share/java/*"])
+        .args(["org.apache.zookeeper.ZooKeeperMain", "-server", server])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut input = main.stdin.take().context("its input")?;
+    input.write_all(commands.as_bytes())?;
+    drop(input);
+    let said = main.wait_with_output()?;
+    ensure!(said.status.success(), "{said:?}");
     Ok(())
 }

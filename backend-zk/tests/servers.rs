@@ -41,6 +41,7 @@ fn main() -> ExitCode {
             ("watches_leave_the_server", || run(watches_leave())),
             ("a_lost_create_leaves_no_orphan", || run(lost_create())),
             ("names_that_zookeeper_refuses", || run(names())),
+            ("a_list_has_every_contender", || run(list())),
             ("nodes_for_their_creator_only", || run(creator_only())),
             ("a_chroot_is_made", || run(chroot())),
             ("nobody_listens", || run(nobody_listens())),
@@ -405,6 +406,70 @@ async fn lost_create() -> anyhow::Result<()> {
     for round in 0..5 {
         until_contenders(&operator, &format!("create-{round}"), 0).await?;
     }
+    Ok(())
+}
+
+/// More locks than a page has, other programs' among them, and nodes that are no locks.
+async fn list() -> anyhow::Result<()> {
+    const LOCKS: usize = 250;
+    let servers = one_server().await?;
+    let (client, operator) = (
+        client(&servers.servers()).await?,
+        operator(&servers.servers()).await?,
+    );
+    let mut held = Vec::new();
+    for number in 0..LOCKS {
+        held.push(granted(&client, &claim(&format!("n/{number:03}"), LONG)?).await?);
+    }
+    let all = Acls::anyone_all();
+    let (folder, contender) = (
+        CreateMode::Persistent.with_acls(all),
+        CreateMode::EphemeralSequential.with_acls(all),
+    );
+    // No lock, an empty one, one of kazoo's, one that we would write otherwise, and with another waiting.
+    for path in ["plain", "plain/child", "empty", "theirs", "%2f"] {
+        operator
+            .create(&format!("/locks/{path}"), b"", &folder)
+            .await?;
+    }
+    let kazoo = "/locks/theirs/0123456789abcdef__lock__";
+    operator.create(kazoo, b"host-7", &contender).await?;
+    operator.create("/locks/%2f/lock-", b"", &contender).await?;
+    operator
+        .create("/locks/n%2F007/lock-", b"", &contender)
+        .await?;
+
+    let locks = Locks::new(client);
+    let mut listing = locks.list("");
+    let (mut ours, mut others) = (Vec::new(), Vec::new());
+    while let Some(listed) = soon("listed", listing.next()).await? {
+        match &listed.key {
+            Some(key) if key.as_str().starts_with("n/") => ours.push(listed),
+            _ => others.push(listed),
+        }
+    }
+    ours.sort_by_key(|listed| listed.key.clone());
+    ensure!(ours.len() == LOCKS, "{} in place of {LOCKS}", ours.len());
+    for (number, (listed, hold)) in ours.iter().zip(&held).enumerate() {
+        let holder = listed.holder.as_ref().context("held")?;
+        ensure!(holder.token == Some(hold.token()), "{listed:?}");
+        ensure!(listed.waiting == Some((number == 7).into()), "{listed:?}");
+        ensure!(listed.raw == format!("/locks/n%2F{number:03}"));
+    }
+    others.sort_by_key(|listed| listed.raw.clone());
+    let [odd, theirs] = &others[..] else {
+        bail!("{others:?}");
+    };
+    ensure!(odd.key.is_none() && odd.raw == "/locks/%2f", "{odd:?}");
+    ensure!(odd.holder.is_some());
+    let holder = theirs.holder.as_ref().context("held")?;
+    ensure!(holder.owner.as_deref() == Some("host-7"), "{theirs:?}");
+    let mut few = locks.list("n/00");
+    let mut count = 0;
+    while soon("listed", few.next()).await?.is_some() {
+        count += 1;
+    }
+    ensure!(count == 10, "{count} that begin with n/00");
     Ok(())
 }
 

@@ -102,6 +102,12 @@ async fn tls_1_3() -> anyhow::Result<()> {
     let locks = Locks::new(ZooKeeper::connect_with(servers.options()?).await?);
     let guard = soon("granted", locks.lock("k")).await?;
     soon("released", guard.release()).await?;
+    let examination = soon("examined", locks.examine()).await?;
+    let found = examination.findings.iter().map(|it| it.id);
+    ensure!(
+        found.collect::<Vec<_>>() == ["too-few-servers", "not-asked"],
+        "{examination:?}"
+    );
     let at = servers.ensemble.secure_server(0);
     let error = failed(with(&at, &servers.ours, None)?).await?;
     ensure!(error.kind() == ErrorKind::Other, "{error:?}");

@@ -8,42 +8,32 @@ use leasehold_conformance::fixtures::etcd::EtcdCluster;
 use leasehold_core::Locks;
 use leasehold_etcd::Etcd;
 
-use crate::measure::{Plan, Rate, median, report};
+use crate::measure::{Plan, Rate, runtime};
 
 const CLIENTS: usize = 16;
 
 /// A free lock with several tasks on keys of their own over one client, and one key with several
 /// clients; one member, which writes to the disk.
 pub fn run(plan: Plan) {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    runtime().block_on(async {
         let server = EtcdCluster::start(1, [""; 0]).await.expect("etcd starts");
         let endpoint = server.endpoint(0);
         for tasks in [1, 64] {
-            let mut rates = (Vec::new(), Vec::new());
-            for _ in 0..plan.rounds {
-                rates.0.push(floor(plan, &endpoint, tasks).await);
-                rates.1.push(free(plan, &endpoint, tasks).await);
-            }
-            report(
-                &format!("etcd, free lock, {tasks} tasks"),
-                median(rates.0),
-                median(rates.1),
-            );
+            let case = format!("etcd, free lock, {tasks} tasks");
+            plan.compare(
+                &case,
+                async || floor(plan, &endpoint, tasks).await,
+                async || plan.free(locks(&endpoint).await, tasks).await,
+            )
+            .await;
         }
-        let mut rates = (Vec::new(), Vec::new());
-        for _ in 0..plan.rounds {
-            rates.0.push(floor_one_key(plan, &endpoint).await);
-            rates.1.push(one_key(plan, &endpoint).await);
-        }
-        report(
-            &format!("etcd, one key, {CLIENTS} clients"),
-            median(rates.0),
-            median(rates.1),
-        );
+        let case = format!("etcd, one key, {CLIENTS} clients");
+        plan.compare(
+            &case,
+            async || floor_one_key(plan, &endpoint).await,
+            async || one_key(plan, &endpoint).await,
+        )
+        .await;
     });
 }
 
@@ -69,24 +59,6 @@ async fn floor(plan: Plan, endpoint: &str, tasks: usize) -> Rate {
         })
         .await;
     revoke(&client, lease).await;
-    rate
-}
-
-/// Ours: token, queue and renewal included.
-async fn free(plan: Plan, endpoint: &str, tasks: usize) -> Rate {
-    let locks = locks(endpoint).await;
-    let rate = plan.measure(tasks, {
-        let locks = locks.clone();
-        move |task| {
-            let locks = locks.clone();
-            async move {
-                let guard = locks.lock(format!("free:{task}")).await.expect("free");
-                guard.release().await.expect("ours");
-            }
-        }
-    });
-    let rate = rate.await;
-    locks.close().await.expect("nothing is held");
     rate
 }
 
@@ -173,20 +145,7 @@ async fn one_key(plan: Plan, endpoint: &str) -> Rate {
     for _ in 0..CLIENTS {
         clients.push(locks(endpoint).await);
     }
-    let all = clients.clone();
-    let rate = plan
-        .measure(CLIENTS, move |task| {
-            let locks = all[task].clone();
-            async move {
-                let guard = locks.lock("one").await.expect("its turn comes");
-                guard.release().await.expect("ours");
-            }
-        })
-        .await;
-    for locks in clients {
-        locks.close().await.expect("nothing is held");
-    }
-    rate
+    plan.one_key(clients, 1).await
 }
 
 async fn connect(endpoint: &str) -> Client {
@@ -205,10 +164,6 @@ async fn revoke(client: &Client, lease: i64) {
     revoked.expect("the server answers");
 }
 
-/// The lease is granted beforehand, as the floor's is.
 async fn locks(endpoint: &str) -> Locks {
-    let locks = Locks::new(Etcd::connect([endpoint]).await.expect("the server answers"));
-    let first = locks.lock("first").await.expect("its turn comes");
-    first.release().await.expect("ours");
-    locks
+    Locks::new(Etcd::connect([endpoint]).await.expect("the server answers"))
 }

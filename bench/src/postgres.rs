@@ -6,30 +6,23 @@ use leasehold_postgres::Postgres;
 use sqlx::{Connection as _, PgConnection};
 use tokio::sync::Mutex;
 
-use crate::measure::{Plan, Rate, median, report};
+use crate::measure::{Plan, Rate, runtime};
 
 /// A free lock with several tasks on keys of their own.
 pub fn run(plan: Plan) {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    runtime().block_on(async {
         let server = PostgresServer::start(["max_connections = 100"])
             .await
             .expect("PostgreSQL starts");
         let url = server.url();
         for tasks in [1, 16, 64, 256] {
-            let mut rates = (Vec::new(), Vec::new());
-            for _ in 0..plan.rounds {
-                rates.0.push(floor(plan, &url, tasks).await);
-                rates.1.push(free(plan, &url, tasks).await);
-            }
-            report(
-                &format!("postgres, free lock, {tasks} tasks"),
-                median(rates.0),
-                median(rates.1),
-            );
+            let case = format!("postgres, free lock, {tasks} tasks");
+            plan.compare(
+                &case,
+                async || floor(plan, &url, tasks).await,
+                async || plan.free(locks(&url).await, tasks).await,
+            )
+            .await;
         }
     });
 }
@@ -66,24 +59,6 @@ async fn floor(plan: Plan, url: &str, tasks: usize) -> Rate {
     .await
 }
 
-/// Ours: token and server-enforced expiry included.
-async fn free(plan: Plan, url: &str, tasks: usize) -> Rate {
-    let locks = Locks::new(Postgres::connect(url).await.expect("the server answers"));
-    // The session is open beforehand, as the floor's are.
-    pair(&locks, 0).await;
-    let rate = plan.measure(tasks, {
-        let locks = locks.clone();
-        move |task| {
-            let locks = locks.clone();
-            async move { pair(&locks, task).await }
-        }
-    });
-    let rate = rate.await;
-    locks.close().await.expect("nothing is held");
-    rate
-}
-
-async fn pair(locks: &Locks, task: usize) {
-    let guard = locks.lock(format!("free:{task}")).await.expect("free");
-    guard.release().await.expect("ours");
+async fn locks(url: &str) -> Locks {
+    Locks::new(Postgres::connect(url).await.expect("the server answers"))
 }

@@ -7,42 +7,32 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, Script};
 use uuid::Uuid;
 
-use crate::measure::{Plan, Rate, median, report};
+use crate::measure::{Plan, Rate, runtime};
 
 /// A free lock with several tasks on keys of their own, and one key with several clients.
 pub fn run(plan: Plan) {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    runtime().block_on(async {
         let server = RedisServer::start([""; 0])
             .await
             .expect("redis-server starts");
         let url = server.url();
         for tasks in [1, 64, 256] {
-            let mut rates = (Vec::new(), Vec::new());
-            for _ in 0..plan.rounds {
-                rates.0.push(floor(plan, &url, tasks).await);
-                rates.1.push(free(plan, &url, tasks).await);
-            }
-            report(
-                &format!("redis, free lock, {tasks} tasks"),
-                median(rates.0),
-                median(rates.1),
-            );
+            let case = format!("redis, free lock, {tasks} tasks");
+            plan.compare(
+                &case,
+                async || floor(plan, &url, tasks).await,
+                async || plan.free(connect(&url).await, tasks).await,
+            )
+            .await;
         }
         for (clients, tasks) in [(16, 1), (1, 16), (4, 256)] {
-            let mut rates = (Vec::new(), Vec::new());
-            for _ in 0..plan.rounds {
-                rates.0.push(floor(plan, &url, 1).await);
-                rates.1.push(one_key(plan, &url, clients, tasks).await);
-            }
-            report(
-                &format!("redis, one key, {clients} clients of {tasks}"),
-                median(rates.0),
-                median(rates.1),
-            );
+            let case = format!("redis, one key, {clients} clients of {tasks}");
+            plan.compare(
+                &case,
+                async || floor(plan, &url, 1).await,
+                async || one_key(plan, &url, clients, tasks).await,
+            )
+            .await;
         }
     });
 }
@@ -90,44 +80,13 @@ async fn raw_pair(connection: &mut MultiplexedConnection, release: &Script, task
     assert_eq!(deleted, 1, "ours");
 }
 
-/// Ours: token, queue and renewal included.
-async fn free(plan: Plan, url: &str, tasks: usize) -> Rate {
-    let locks = connect(url).await;
-    let rate = plan.measure(tasks, {
-        let locks = locks.clone();
-        move |task| {
-            let locks = locks.clone();
-            async move {
-                let guard = locks.lock(format!("free:{task}")).await.expect("free");
-                guard.release().await.expect("ours");
-            }
-        }
-    });
-    let rate = rate.await;
-    locks.close().await.expect("nothing is held");
-    rate
-}
-
 /// Everybody wants the same key.
 async fn one_key(plan: Plan, url: &str, clients: usize, tasks: usize) -> Rate {
     let mut locks = Vec::new();
     for _ in 0..clients {
         locks.push(connect(url).await);
     }
-    let all = locks.clone();
-    let rate = plan
-        .measure(clients * tasks, move |task| {
-            let locks = all[task % all.len()].clone();
-            async move {
-                let guard = locks.lock("one").await.expect("its turn comes");
-                guard.release().await.expect("ours");
-            }
-        })
-        .await;
-    for locks in locks {
-        locks.close().await.expect("nothing is held");
-    }
-    rate
+    plan.one_key(locks, tasks).await
 }
 
 async fn connect(url: &str) -> Locks {

@@ -3,32 +3,25 @@ use leasehold_core::Locks;
 use leasehold_zk::ZooKeeper;
 use zookeeper_client::{Acls, Client, CreateMode};
 
-use crate::measure::{Plan, Rate, median, report};
+use crate::measure::{Plan, Rate, runtime};
 
 /// A free lock with several tasks on keys of their own over one client; one server, which writes to
 /// the disk as servers do.
 pub fn run(plan: Plan) {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    runtime().block_on(async {
         let server = ZooKeeperEnsemble::start_with_sync(1)
             .await
             .expect("ZooKeeper starts");
         let servers = server.servers();
         warm_up(plan, &servers).await;
         for tasks in [1, 64] {
-            let mut rates = (Vec::new(), Vec::new());
-            for _ in 0..plan.rounds {
-                rates.0.push(floor(plan, &servers, tasks).await);
-                rates.1.push(free(plan, &servers, tasks).await);
-            }
-            report(
-                &format!("zk, free lock, {tasks} tasks"),
-                median(rates.0),
-                median(rates.1),
-            );
+            let case = format!("zk, free lock, {tasks} tasks");
+            plan.compare(
+                &case,
+                async || floor(plan, &servers, tasks).await,
+                async || plan.free(locks(&servers).await, tasks).await,
+            )
+            .await;
         }
     });
 }
@@ -36,7 +29,7 @@ pub fn run(plan: Plan) {
 /// Java compiles what runs often, so a new server is slow.
 async fn warm_up(plan: Plan, servers: &str) {
     floor(plan, servers, 64).await;
-    free(plan, servers, 64).await;
+    plan.free(locks(servers).await, 64).await;
 }
 
 /// The raw client without a lock library: create, list and delete, one after the other.
@@ -64,27 +57,7 @@ async fn floor(plan: Plan, servers: &str, tasks: usize) -> Rate {
     .await
 }
 
-/// Ours: token, queue and signs of life included.
-async fn free(plan: Plan, servers: &str, tasks: usize) -> Rate {
+async fn locks(servers: &str) -> Locks {
     let client = ZooKeeper::connect(format!("zk://{servers}")).await;
-    let locks = Locks::new(client.expect("the server answers"));
-    // Folders and session are there beforehand, as the floor's are.
-    for task in 0..tasks {
-        pair(&locks, task).await;
-    }
-    let rate = plan.measure(tasks, {
-        let locks = locks.clone();
-        move |task| {
-            let locks = locks.clone();
-            async move { pair(&locks, task).await }
-        }
-    });
-    let rate = rate.await;
-    locks.close().await.expect("nothing is held");
-    rate
-}
-
-async fn pair(locks: &Locks, task: usize) {
-    let guard = locks.lock(format!("free:{task}")).await.expect("free");
-    guard.release().await.expect("ours");
+    Locks::new(client.expect("the server answers"))
 }

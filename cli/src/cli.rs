@@ -73,6 +73,12 @@ pub(crate) enum Command {
     /// Ends with 0 if the lock is held and with 1 if it is free.
     #[command(after_long_help = STATUS_EXAMPLES)]
     Status(StatusArgs),
+    /// List the locks that are held or waited for
+    ///
+    /// With PREFIX only those whose keys begin so. What the store does not know is shown as `-`. The list
+    /// is no snapshot: locks that change hands meanwhile may be missing.
+    #[command(after_long_help = LS_EXAMPLES)]
+    Ls(LsArgs),
     /// Take a lock away from its holder
     ///
     /// Shows who holds it and asks. Takes away the grant that was shown and no other: if the lock has
@@ -92,6 +98,17 @@ pub(crate) enum Command {
     /// given to two in daily use; and with 118 or 119 if the store is not reached or refuses.
     #[command(after_long_help = DOCTOR_EXAMPLES)]
     Doctor(DoctorArgs),
+    /// Run the rules of the contract on the store, in a place of its own there
+    ///
+    /// Nobody else's locks are touched: everything lies under a prefix, or in a folder, with a random name,
+    /// and is removed at the end, after Ctrl-C too. The servers are left alone: what would stop or restart
+    /// them is listed as ignored, with the reason. It takes a minute or several, and puts load on the
+    /// servers.
+    ///
+    /// Ends with 0 if no rule was broken, else with 1.
+    #[cfg(feature = "conformance")]
+    #[command(after_long_help = CONFORMANCE_EXAMPLES)]
+    Conformance(ConformanceArgs),
     /// Print completions for a shell
     #[command(after_long_help = COMPLETIONS_EXAMPLES)]
     Completions(CompletionsArgs),
@@ -156,6 +173,29 @@ pub(crate) struct StatusArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct LsArgs {
+    /// What the keys begin with
+    #[arg(default_value = "", hide_default_value = true)]
+    pub(crate) prefix: String,
+
+    /// List anew every 2s, or as often as TIME says, until Ctrl-C
+    #[arg(
+        short,
+        long,
+        value_name = "TIME",
+        value_parser = humantime::parse_duration,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "2s"
+    )]
+    pub(crate) watch: Option<Duration>,
+
+    /// Print one line of JSON, with --watch one each time; what the store does not know is null
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct BreakArgs {
     /// The key of the lock
     pub(crate) key: String,
@@ -215,6 +255,32 @@ pub(crate) struct DoctorArgs {
     pub(crate) json: bool,
 }
 
+#[cfg(feature = "conformance")]
+#[derive(Debug, Args)]
+pub(crate) struct ConformanceArgs {
+    /// The ids of the rules to run, as in C1 or F5 [default: all]
+    #[arg(value_name = "RULE")]
+    pub(crate) rules: Vec<String>,
+
+    /// Rules to leave out, with commas between them
+    #[arg(long, value_name = "RULES", value_delimiter = ',')]
+    pub(crate) skip: Vec<String>,
+
+    /// The ttl of locks that are to run out [default: 1s, on etcd 3s, on ZooKeeper 4s]
+    ///
+    /// Longer for a slow network or a busy machine.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    pub(crate) ttl: Option<Duration>,
+
+    /// How many checks run at a time [default: 8]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) threads: Option<u16>,
+
+    /// Show the rules, and run none
+    #[arg(long)]
+    pub(crate) list: bool,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct CompletionsArgs {
     /// The shell
@@ -243,6 +309,7 @@ Examples:
   leasehold run --wait 10s deploy -- make deploy
   leasehold run -n --on-busy skip reports -- ./reports.sh   # for cron
   leasehold status nightly-backup
+  leasehold ls
   leasehold break nightly-backup
 
   export LEASEHOLD_URL=redis://redis.internal               # between machines
@@ -260,6 +327,12 @@ Examples:
   leasehold status nightly-backup
   leasehold status --json nightly-backup | jq -r .owner";
 
+const LS_EXAMPLES: &str = "\
+Examples:
+  leasehold ls
+  leasehold ls order: --watch
+  leasehold ls --json | jq -r '.[] | select(.waiting > 0) | .key'";
+
 const BREAK_EXAMPLES: &str = "\
 Examples:
   leasehold break nightly-backup
@@ -275,6 +348,13 @@ const DOCTOR_EXAMPLES: &str = "\
 Examples:
   leasehold doctor --url redis://redis.internal
   leasehold doctor --json | jq '.findings[].what'";
+
+#[cfg(feature = "conformance")]
+const CONFORMANCE_EXAMPLES: &str = "\
+Examples:
+  leasehold conformance --url redis://redis.internal
+  leasehold conformance --list
+  leasehold conformance C1 C8 F5 --ttl 5s";
 
 const COMPLETIONS_EXAMPLES: &str = "\
 Examples:

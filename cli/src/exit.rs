@@ -14,6 +14,7 @@ pub(crate) enum Exit {
     /// Did what was asked for.
     Done,
     /// `status`: free. `break`: nothing was taken away. `choose`: none does. `doctor`: warnings.
+    /// `conformance`: a rule is broken.
     No,
     /// Somebody else held the lock for as long as was waited.
     Busy,
@@ -44,11 +45,11 @@ impl Exit {
     pub(crate) const TABLE: [(&'static str, &'static str); 12] = [
         (
             "0",
-            "done; `status`: the lock is held; `break`: it was taken away; `choose`: a store does all; `doctor`: nothing to warn of",
+            "done; `status`: the lock is held; `break`: it was taken away; `choose`: a store does all; `doctor`: nothing to warn of; `conformance`: no rule is broken",
         ),
         (
             "1",
-            "`status`: the lock is free; `break`: nothing was taken away; `choose`: no store does all; `doctor`: warnings",
+            "`status`: the lock is free; `break`: nothing was taken away; `choose`: no store does all; `doctor`: warnings; `conformance`: a rule is broken",
         ),
         (
             "115",

@@ -81,7 +81,7 @@ fn become_command(
 }
 
 /// On Linux also right when the file was replaced since we were started.
-fn this_program() -> io::Result<OsString> {
+pub(crate) fn this_program() -> io::Result<OsString> {
     if cfg!(target_os = "linux") {
         Ok("/proc/self/exe".into())
     } else {

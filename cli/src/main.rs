@@ -1,5 +1,5 @@
-//! The `leasehold` command: runs a job under a lock, shows who holds one, takes it away, and tells stores
-//! apart.
+//! The `leasehold` command: runs a job under a lock, shows who holds one, takes it away, tells stores
+//! apart and tries them out.
 
 #![allow(
     clippy::future_not_send,
@@ -14,10 +14,13 @@ mod child;
 mod choose;
 mod cli;
 mod completions;
+#[cfg(feature = "conformance")]
+mod conformance;
 mod doctor;
 mod exit;
 mod job;
 mod launch;
+mod ls;
 mod man;
 mod output;
 mod run;
@@ -38,6 +41,10 @@ fn main() -> ExitCode {
     if let Some(failure) = launch::requested() {
         return fail(&failure);
     }
+    #[cfg(feature = "conformance")]
+    if let Some(code) = conformance::requested() {
+        return code;
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
@@ -46,9 +53,12 @@ fn main() -> ExitCode {
     let outcome = match &cli.command {
         Command::Run(args) => run::run(&cli.store, args),
         Command::Status(args) => status::status(&cli.store, args),
+        Command::Ls(args) => ls::ls(&cli.store, args),
         Command::Break(args) => break_lock::break_lock(&cli.store, args),
         Command::Choose(args) => choose::choose(&cli.store, args),
         Command::Doctor(args) => doctor::doctor(&cli.store, args),
+        #[cfg(feature = "conformance")]
+        Command::Conformance(args) => conformance::conformance(&cli.store, args),
         Command::Completions(args) => completions::completions(args),
         Command::Man(args) => man::man(args),
     };

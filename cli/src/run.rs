@@ -198,7 +198,7 @@ fn exit_like(outcome: &Outcome, terminal: Option<&Terminal>) -> Exit {
 
 /// At a terminal INT is really died of: a shell that runs a script goes on with it unless what it
 /// waits for does so.
-fn leave_by(signal: Signal, terminal: Option<&Terminal>) -> Exit {
+pub(crate) fn leave_by(signal: Signal, terminal: Option<&Terminal>) -> Exit {
     match (signal, terminal) {
         (Signal::SIGINT, Some(_)) => Exit::By(signal),
         _ => Exit::Signal(signal),

@@ -1,4 +1,5 @@
 use std::io::Write;
+use std::time::Duration;
 
 use leasehold::Holder;
 use serde_json::{Value, json};
@@ -56,26 +57,31 @@ pub(crate) fn as_text(key: &str, holder: Option<&Holder>) -> String {
 }
 
 fn as_json(key: &str, holder: Option<&Holder>) -> Value {
-    let Some(holder) = holder else {
-        return json!({ "key": key, "held": false });
-    };
-    json!({
-        "key": key,
-        "held": true,
-        "owner": holder.owner,
-        "label": holder.label,
-        "token": holder.token.map(|token| token.get()),
-        "since": holder.since.map(|since| humantime::format_rfc3339_millis(since).to_string()),
-        "remaining_ms": holder
-            .remaining
-            .map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
-        "also_ends": holder.also_ends,
-    })
+    let mut json = json!({ "key": key, "held": holder.is_some() });
+    if let Some(holder) = holder {
+        add_holder(&mut json, holder);
+    }
+    json
+}
+
+/// What is known of a holder, as fields of an object.
+pub(crate) fn add_holder(json: &mut Value, holder: &Holder) {
+    let millis = |span: Duration| u64::try_from(span.as_millis()).unwrap_or(u64::MAX);
+    json["owner"] = json!(holder.owner);
+    json["label"] = json!(holder.label);
+    json["token"] = json!(holder.token.map(|token| token.get()));
+    json["since"] = json!(
+        holder
+            .since
+            .map(|since| humantime::format_rfc3339_millis(since).to_string())
+    );
+    json["remaining_ms"] = json!(holder.remaining.map(millis));
+    json["also_ends"] = json!(holder.also_ends);
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, SystemTime};
+    use std::time::SystemTime;
 
     use leasehold::Token;
 

@@ -15,11 +15,18 @@ impl StoreArgs {
     /// # Errors
     /// What [`leasehold::open`] says, or that there is no such folder.
     pub(crate) async fn open(&self) -> Result<Locks, Failure> {
-        let url = match self.url.as_deref() {
-            Some(url) if !url.is_empty() => url.to_owned(),
-            _ => default_url()?,
-        };
-        Ok(leasehold::open(&url).await?)
+        Ok(leasehold::open(&self.url()?).await?)
+    }
+
+    /// Its URL.
+    ///
+    /// # Errors
+    /// If the user named none, and has no folder either.
+    pub(crate) fn url(&self) -> Result<String, Failure> {
+        match self.url.as_deref() {
+            Some(url) if !url.is_empty() => Ok(url.to_owned()),
+            _ => default_url(),
+        }
     }
 }
 

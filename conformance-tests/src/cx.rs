@@ -161,7 +161,8 @@ impl Cx {
     pub(crate) fn key(&self) -> Key {
         let number = self.inner.keys.fetch_add(1, Ordering::Relaxed);
         let id = self.inner.label.split(' ').next().unwrap_or_default();
-        let text = format!("{id}-{}-{number}", self.inner.run.simple());
+        let prefix = &self.inner.store.key_prefix;
+        let text = format!("{prefix}{id}-{}-{number}", self.inner.run.simple());
         Key::new(text).expect("neither empty nor long")
     }
 

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use leasehold_core::{Backend, Key, Result};
+use leasehold_core::{Backend, Claim, Key, Result};
 
 use crate::fixtures::Missing;
 
@@ -39,7 +39,9 @@ pub trait Harness: fmt::Debug + Send + Sync + 'static {
 #[derive(Clone)]
 pub struct Store {
     pub(crate) address: String,
+    pub(crate) key_prefix: String,
     pub(crate) ttl: Duration,
+    pub(crate) longest_ttl: Duration,
     pub(crate) processes: bool,
     pub(crate) servers: Vec<String>,
     pub(crate) on_connections: bool,
@@ -64,7 +66,9 @@ impl Store {
     pub fn new(address: impl Into<String>) -> Self {
         Self {
             address: address.into(),
+            key_prefix: String::new(),
             ttl: Duration::ZERO,
+            longest_ttl: *Claim::TTL_RANGE.end(),
             processes: false,
             servers: Vec::new(),
             on_connections: false,
@@ -87,6 +91,21 @@ impl Store {
     #[must_use]
     pub fn with_ttl(mut self, ttl: Duration) -> Self {
         self.ttl = ttl;
+        self
+    }
+
+    /// The longest ttl that the store was set up for, where it was; default: the longest that there is.
+    #[must_use]
+    pub fn with_longest_ttl(mut self, ttl: Duration) -> Self {
+        self.longest_ttl = ttl;
+        self
+    }
+
+    /// What the name of every key begins with, where others use the store too and it has no prefix of its
+    /// own. Of the longest names that C6 tries, so much less is random.
+    #[must_use]
+    pub fn with_key_prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.key_prefix = prefix.into();
         self
     }
 

@@ -20,4 +20,4 @@ pub use promise::{Promise, promised_fields, promises};
 pub use proxy::{Flow, Proxy};
 pub use rule::{Check, Need, Rule};
 pub use rules::RULES;
-pub use runner::{Outcome, SEED, Verdict, be_child, judge, main};
+pub use runner::{Outcome, SEED, Tally, Verdict, be_child, judge, main, run};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use leasehold_core::Guarantees;
-use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use libtest_mimic::{Arguments, Completion, Conclusion, Failed, Trial};
 use tokio::runtime::{self, Runtime};
 
 use crate::child;
@@ -27,11 +27,8 @@ pub fn main(harness: impl Harness) -> ExitCode {
     if let Some(code) = be_child(&harness) {
         return code;
     }
-    let mut arguments = Arguments::from_args();
-    // Checks wait more than they work.
-    arguments.test_threads.get_or_insert(8);
     match Suite::start(Arc::new(harness)) {
-        Ok(suite) => suite.run(&arguments),
+        Ok(suite) => suite.run(rules::RULES, Arguments::from_args()).exit_code(),
         Err(reason) => {
             eprintln!("{reason:#}");
             ExitCode::FAILURE
@@ -39,8 +36,52 @@ pub fn main(harness: impl Harness) -> ExitCode {
     }
 }
 
+/// Runs `rules`, some or all of [`RULES`](crate::RULES), on a backend, so many checks at a time (8 if that
+/// is not given), and shows what becomes of each: for a program with a `main` of its own, which calls
+/// [`be_child`] first.
+///
+/// # Errors
+/// If the store is missing or not reached.
+pub fn run(
+    harness: impl Harness,
+    rules: &[Rule],
+    at_a_time: Option<usize>,
+) -> anyhow::Result<Tally> {
+    let suite = Suite::start(Arc::new(harness))?;
+    if let Err(missing) = &suite.found {
+        bail!("{missing}");
+    }
+    let arguments = Arguments {
+        test_threads: at_a_time,
+        ..Arguments::default()
+    };
+    let Conclusion {
+        num_passed: passed,
+        num_failed: failed,
+        num_ignored: ignored,
+        ..
+    } = suite.run(rules, arguments);
+    Ok(Tally {
+        passed,
+        failed,
+        ignored,
+    })
+}
+
+/// How many checks of a [`run`] passed, and how many did not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tally {
+    /// Those that passed.
+    pub passed: u64,
+    /// Those that did not.
+    pub failed: u64,
+    /// Those that are not owed, or cannot be tried on this store.
+    pub ignored: u64,
+}
+
 /// If this process was started by the suite to be a client of its own, it is that until it is told to
-/// end. [`main`] does this; a program with a `main` of its own that uses [`judge`] does it first.
+/// end. [`main`] does this; a program with a `main` of its own that uses [`judge`] or [`run`] does it first.
 #[must_use]
 pub fn be_child(harness: &impl Harness) -> Option<ExitCode> {
     let address = child::address()?;
@@ -152,7 +193,9 @@ impl Suite {
         })
     }
 
-    fn run(self, arguments: &Arguments) -> ExitCode {
+    fn run(self, rules: &[Rule], mut arguments: Arguments) -> Conclusion {
+        // Checks wait more than they work.
+        arguments.test_threads.get_or_insert(8);
         if !arguments.list {
             if let Ok((store, _)) = &self.found
                 && let Some(description) = &store.description
@@ -170,12 +213,12 @@ impl Suite {
                 Err(Failed::from(reason))
             }));
         }
-        for rule in rules::RULES {
+        for rule in rules {
             trials.extend(rule.checks.iter().map(|check| self.trial(rule, check)));
         }
-        let conclusion = libtest_mimic::run(arguments, trials);
+        let conclusion = libtest_mimic::run(&arguments, trials);
         self.end();
-        conclusion.exit_code()
+        conclusion
     }
 
     fn trial(&self, rule: &Rule, check: &Check) -> Trial {

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use crate::{Error, ErrorKind, Examination, Key, Result, Validity};
+use crate::{Error, ErrorKind, Examination, Key, Page, Result, Validity};
 
 /// A store that can hold locks.
 ///
@@ -60,6 +60,30 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// If dropped, the lock may or may not have been taken away.
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool>;
 
+    /// Some of the locks that are held or waited for and whose keys begin with `prefix`, for operators:
+    /// the first of them, or those that follow `after`, the [`next`](Page::next) of the page before.
+    ///
+    /// A page is bounded, and so is what is kept in memory for it. The pages together are no
+    /// snapshot: a lock that changes hands meanwhile may be there twice, or not at all, but what is
+    /// held or waited for all the time is there (C21). Names are given back as they were claimed. An
+    /// entry that cannot be read, or is somebody else's, is shown as far as it is known, and fails no
+    /// other.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the store cannot list its locks, which is what this does unless
+    /// it is written anew, or not by a prefix; [`ErrorKind::Unavailable`] if it cannot be asked;
+    /// [`ErrorKind::Other`], naming the right, if one is missing that locks do not need.
+    ///
+    /// # Cancel safety
+    /// Only reads.
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let _ = (prefix, after);
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this store does not list its locks: ask for each by its key",
+        ))
+    }
+
     /// Asks the store about itself, for operators: who it is, how it is set up, and what of that
     /// endangers locks of this `ttl`. What cannot be asked (a right is missing, a command is turned
     /// off) is a finding, not an error.
@@ -72,6 +96,23 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     async fn examine(&self, ttl: Duration) -> Result<Examination> {
         let _ = ttl;
         Ok(Examination::new())
+    }
+
+    /// Removes all that there is under the backend's own prefix, tokens too, whoever it belongs to. For
+    /// tests, which use a prefix of their own, and for nothing else; only [`close`](Self::close) follows.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the backend cannot; [`ErrorKind::Invalid`] if the prefix is empty,
+    /// so that it would be everything on the server; [`ErrorKind::Unavailable`] if others are still
+    /// writing there.
+    ///
+    /// # Cancel safety
+    /// If dropped, some of it may be left.
+    async fn erase(&self) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this backend cannot remove what it has left in the store",
+        ))
     }
 
     /// Gives back what the backend itself keeps: sessions, connections, background tasks. Called
@@ -430,8 +471,16 @@ macro_rules! forward {
                 (**self).evict(key, grant).await
             }
 
+            async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+                (**self).list(prefix, after).await
+            }
+
             async fn examine(&self, ttl: Duration) -> Result<Examination> {
                 (**self).examine(ttl).await
+            }
+
+            async fn erase(&self) -> Result<()> {
+                (**self).erase().await
             }
 
             async fn close(&self) -> Result<()> {

@@ -14,8 +14,8 @@ use crate::guard::Held;
 use crate::keeper::Keeper;
 use crate::kept::Kept;
 use crate::{
-    Backend, Claim, Error, ErrorKind, Examination, Guarantees, Guard, Guards, Holder, Key, Moment,
-    Need, Owner, OwnerId, Result,
+    Backend, Claim, Error, ErrorKind, Examination, Guarantees, Guard, Guards, Holder, Key, Listing,
+    Moment, Need, Owner, OwnerId, Page, Result,
 };
 
 /// The locks of one store: the place to start.
@@ -251,6 +251,32 @@ impl Locks {
         self.request(self.shared.backend.evict(&key, grant)).await
     }
 
+    /// The locks that are held or waited for and whose keys begin with `prefix`, everybody's, in no
+    /// order; with an empty `prefix` all of them (C21). For operators: `leasehold ls` shows it.
+    ///
+    /// It is no snapshot, and nothing to decide by: the store is asked page by page, so a lock that
+    /// changes hands meanwhile may come twice, or not at all, and each may be free again when it comes.
+    ///
+    /// ```
+    /// # use leasehold_core::{Locks, Memory};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> leasehold_core::Result<()> {
+    /// # let locks = Locks::new(Memory::new());
+    /// let guard = locks.lock("order:42").await?;
+    /// let mut listing = locks.list("order:");
+    /// while let Some(listed) = listing.next().await? {
+    ///     let name = listed.key.map_or(listed.raw, |key| key.to_string());
+    ///     println!("{name}: {:?}, {:?} waiting", listed.holder, listed.waiting);
+    /// #   assert_eq!(name, guard.key().as_str());
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn list(&self, prefix: impl Into<String>) -> Listing {
+        Listing::new(self.clone(), prefix.into())
+    }
+
     /// How long a grant lasts unrenewed: the [ttl](Self::with_ttl), or the [fixed
     /// lease](Self::with_fixed_lease) that stands in its place.
     #[must_use]
@@ -290,9 +316,8 @@ impl Locks {
     /// # Cancel safety
     /// Leaves nothing but what ends within a ttl.
     pub async fn examine(&self) -> Result<Examination> {
-        const LIMIT: Duration = Duration::from_secs(30);
         let examining = self.shared.backend.examine(self.ttl());
-        let mut examination = self.request_within(LIMIT, examining).await?;
+        let mut examination = self.request_within(LONG_LIMIT, examining).await?;
         examination.judge(self.ttl(), self.guarantees().shortest_ttl);
         Ok(examination)
     }
@@ -311,6 +336,12 @@ impl Locks {
         runtime()?;
         let closed = self.shared.close.get_or_init(|| self.shared.close()).await;
         closed.clone()
+    }
+
+    /// A part of a [`Listing`].
+    pub(crate) async fn page(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let listing = self.shared.backend.list(prefix, after);
+        self.request_within(LONG_LIMIT, listing).await
     }
 
     pub(crate) fn wait(&self) -> Option<Duration> {
@@ -450,6 +481,9 @@ impl Locks {
             })
     }
 }
+
+/// For what operators ask and no lock waits for.
+const LONG_LIMIT: Duration = Duration::from_secs(30);
 
 impl fmt::Debug for Locks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -9,8 +9,8 @@ use uuid::Uuid;
 
 use crate::validity::LONGEST_SLEEP;
 use crate::{
-    Backend, Claim, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key, Moment,
-    OwnerId, Result, Token, Validity, Wakeup,
+    Backend, Claim, Error, ErrorKind, Expiry, Fairness, Guarantees, Hold, Holder, Key, Listed,
+    Moment, OwnerId, Page, Result, Token, Validity, Wakeup,
 };
 
 /// Locks in the memory of this process: to test a service with, and to try things out.
@@ -111,6 +111,11 @@ impl Backend for Memory {
         Ok(store.entries.get(key).map(|entry| entry.held.show()))
     }
 
+    /// It has nothing that outlives it.
+    async fn erase(&self) -> Result<()> {
+        Ok(())
+    }
+
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
         let mut store = lock(&self.store);
         store.expire(key);
@@ -121,6 +126,34 @@ impl Backend for Memory {
         entry.held.validity.end();
         store.pass_on(key);
         Ok(true)
+    }
+
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        const PAGE: usize = 1000;
+        let mut store = lock(&self.store);
+        let follows = |key: &Key| after.is_none_or(|last| key.as_str().as_bytes() > last);
+        let mut keys: Vec<Key> = store
+            .entries
+            .keys()
+            .filter(|key| key.as_str().starts_with(prefix) && follows(key))
+            .cloned()
+            .collect();
+        keys.sort_unstable();
+        let more = keys.len() > PAGE;
+        keys.truncate(PAGE);
+        let last = keys.last().map(|key| key.as_str().into());
+        for key in &keys {
+            store.expire(key);
+        }
+        let listed = |key: Key| {
+            let entry = store.entries.get(&key)?;
+            let mut listed = Listed::new(Some(key.clone()), key.as_str());
+            listed.holder = Some(entry.held.show());
+            listed.waiting = u64::try_from(entry.queue.len()).ok();
+            Some(listed)
+        };
+        let locks = keys.into_iter().filter_map(listed).collect();
+        Ok(Page::new(locks, last.filter(|_| more)))
     }
 }
 

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod blocking;
 mod candidate;
 mod choose;
 mod nearest;
@@ -12,8 +13,8 @@ pub use candidate::{Answer, Candidate, Judgement};
 pub use choose::{choose, shown};
 pub use leasehold_core::{
     Consistency, Error, ErrorKind, Examination, Examined, Expiry, Fairness, Finding, Guarantees,
-    Guard, Guards, Holder, Key, Locks, Memory, Need, Owner, OwnerId, Reason, Result, Severity,
-    Token, Tokens, Wakeup,
+    Guard, Guards, Holder, Key, Listed, Listing, Locks, Memory, Need, Owner, OwnerId, Reason,
+    Result, Severity, Token, Tokens, Wakeup,
 };
 #[cfg(feature = "etcd")]
 #[doc(inline)]
@@ -32,9 +33,12 @@ pub use leasehold_redis as redis;
 pub use leasehold_zk as zk;
 pub use open::open;
 
-/// For those who bring a store of their own: the traits to implement, and what they speak of.
+/// For those who bring a store of their own, and for tools: the traits to implement, and what they speak
+/// of.
 pub mod backend {
-    pub use leasehold_core::{Backend, Claim, Hold, Moment, Validity};
+    pub use leasehold_core::{Backend, Claim, Hold, Moment, Page, Validity};
+
+    pub use crate::open::connect;
 }
 
 /// The examples of the project's own pages.

@@ -1,8 +1,8 @@
-use leasehold_core::{Error, ErrorKind, Locks, Result};
+use leasehold_core::{Backend, Error, ErrorKind, Locks, Result};
 
 use crate::nearest::nearest;
 use crate::options;
-use crate::schemes::{Address, SCHEMES, Scheme};
+use crate::schemes::{Address, Opening, SCHEMES, Scheme};
 use crate::setting::{Setting, invalid};
 
 /// Opens the store that `url` names, with the options that follow its `?`.
@@ -32,7 +32,29 @@ use crate::setting::{Setting, invalid};
 /// # Cancel safety
 /// Nothing is held yet; a connection that was begun is closed.
 pub async fn open(url: impl AsRef<str> + Send) -> Result<Locks> {
-    let (scheme, address, settings) = parse(url.as_ref())?;
+    let (opening, settings) = opening(url.as_ref())?;
+    drop(url);
+    options::apply(Locks::new(opening.await?), &settings)
+}
+
+/// Connects to the store that `url` names as [`open`](crate::open()) does, but gives back the backend itself, for
+/// tools that are no users of locks. The options of [`Locks`](crate::Locks) in it are read, and have no
+/// effect.
+///
+/// # Errors
+/// As [`open`](crate::open()).
+///
+/// # Cancel safety
+/// As [`open`](crate::open()).
+pub async fn connect(url: impl AsRef<str> + Send) -> Result<Box<dyn Backend>> {
+    let (opening, _) = opening(url.as_ref())?;
+    drop(url);
+    opening.await
+}
+
+/// Nothing is sent before it is polled.
+fn opening(url: &str) -> Result<(Opening, Vec<Setting>)> {
+    let (scheme, address, settings) = parse(url)?;
     let Some(open) = scheme.open else {
         return Err(Error::new(
             ErrorKind::Unsupported,
@@ -43,8 +65,7 @@ pub async fn open(url: impl AsRef<str> + Send) -> Result<Locks> {
             ),
         ));
     };
-    drop(url);
-    options::apply(open(address).await?, &settings)
+    Ok((open(address), settings))
 }
 
 /// Whether `url` is understood; what only the store knows how to read is not looked at.

@@ -10,7 +10,7 @@ mod zk;
 
 use std::pin::Pin;
 
-use leasehold_core::{Locks, Result};
+use leasehold_core::{Backend, Result};
 
 use crate::setting::Setting;
 
@@ -46,7 +46,7 @@ pub(crate) struct Scheme {
     pub(crate) open: Option<fn(Address) -> Opening>,
 }
 
-pub(crate) type Opening = Pin<Box<dyn Future<Output = Result<Locks>> + Send>>;
+pub(crate) type Opening = Pin<Box<dyn Future<Output = Result<Box<dyn Backend>>> + Send>>;
 
 /// What a URL says to a store.
 pub(crate) struct Address {
@@ -69,4 +69,39 @@ impl Address {
     pub(crate) fn setting(&self, name: &str) -> Option<&Setting> {
         self.settings.iter().find(|setting| setting.name() == name)
     }
+
+    /// What its options about certificates name. Whether they go together is seen before any file is
+    /// read.
+    #[cfg(any(feature = "redis", feature = "etcd", feature = "zk"))]
+    fn certificates(&self) -> Result<Certificates> {
+        let own = (
+            self.setting("client_certificate"),
+            self.setting("client_key"),
+        );
+        let own = match own {
+            (Some(certificate), Some(key)) => Some((certificate, key)),
+            (None, None) => None,
+            _ => {
+                return Err(crate::setting::invalid(
+                    "a client shows its certificate with its key: give both client_certificate and \
+                     client_key",
+                ));
+            }
+        };
+        let authority = self.setting("certificate_authority");
+        Ok(Certificates {
+            authority: authority.map(Setting::read).transpose()?,
+            client: match own {
+                Some((certificate, key)) => Some((certificate.read()?, key.read()?)),
+                None => None,
+            },
+        })
+    }
+}
+
+/// PEM files: who must have signed the server's certificate, and the client's own with its key.
+#[cfg(any(feature = "redis", feature = "etcd", feature = "zk"))]
+struct Certificates {
+    authority: Option<Vec<u8>>,
+    client: Option<(Vec<u8>, Vec<u8>)>,
 }

@@ -58,6 +58,13 @@ impl Setting {
         Ok(duration)
     }
 
+    /// The file that the value names.
+    #[cfg(any(feature = "redis", feature = "etcd", feature = "zk"))]
+    pub(crate) fn read(&self) -> Result<Vec<u8>> {
+        std::fs::read(self.text())
+            .map_err(|error| self.wrong(&format!("names a file that cannot be read: {error}")))
+    }
+
     /// An error that says why the value cannot be taken.
     pub(crate) fn wrong(&self, why: &str) -> Error {
         if self.shown {

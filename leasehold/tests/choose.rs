@@ -101,11 +101,7 @@ async fn one_that_is_not_reached_is_left_for_the_next_and_shows_no_password() {
 async fn a_server_is_judged_by_what_it_is() {
     let server = match leasehold_conformance::fixtures::redis::Redis::find().await {
         Ok(server) => server,
-        Err(missing) => {
-            assert!(!missing.is_required(), "{missing}");
-            eprintln!("not tried: {missing}");
-            return;
-        }
+        Err(missing) => return missing.skip(),
     };
     let folder = Folder::new();
     let needs = [

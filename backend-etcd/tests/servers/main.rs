@@ -5,6 +5,7 @@ mod access;
 mod cluster;
 mod etcdctl;
 mod examine;
+mod list;
 mod queue;
 mod support;
 
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         access::TESTS,
         queue::TESTS,
         examine::TESTS,
+        list::TESTS,
     ]
     .concat();
     let trials = tests.into_iter().map(trial).collect();

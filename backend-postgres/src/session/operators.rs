@@ -6,8 +6,9 @@ use sqlx::{PgConnection, Row};
 use tokio::sync::oneshot;
 use tracing::{debug, warn};
 
-use super::Seen;
 use super::task::{End, Failure, Task};
+use super::{LISTED, Seen, SeenLock};
+use crate::KeyForm;
 use crate::error::explain;
 use crate::key_form::LockId;
 use crate::peer::{DONE, Known, Message, NONE, Question, channel};
@@ -55,6 +56,56 @@ impl Task {
         Ok(())
     }
 
+    pub(super) async fn list(
+        &mut self,
+        after: Option<(i64, i64)>,
+        seen: oneshot::Sender<Result<Vec<SeenLock>>>,
+    ) -> Result<(), End> {
+        let sql = self.common.sql.list.clone();
+        let asked = self
+            .ask(async |connection: &mut PgConnection| {
+                let query = sqlx::query(sql);
+                let query = query.bind(after.map(|(class, _)| class));
+                let query = query.bind(after.map(|(_, object)| object));
+                let count = i64::try_from(LISTED).unwrap_or(i64::MAX);
+                query.bind(count).fetch_one(connection).await
+            })
+            .await;
+        let found = match asked.and_then(|row| listed_in(&row).map_err(Failure::Refused)) {
+            Ok(found) => found,
+            Err(Failure::Ended(end)) => return Err(end),
+            Err(Failure::Refused(error)) => {
+                let _unheard = seen.send(Err(explain("which locks are held", error)));
+                return Ok(());
+            }
+        };
+        self.asked.retain(|_, (_, asked)| !asked.is_closed());
+        let (mut questions, mut locks) = (Vec::new(), Vec::new());
+        for (place, found) in found {
+            let (replied, reply) = oneshot::channel();
+            if found.listens {
+                self.questions += 1;
+                let number = self.questions;
+                let question = Message::Question {
+                    number,
+                    reply_to: self.pid,
+                    key: KeyForm::from_pg_locks(place.0, place.1),
+                    what: Question::Who,
+                };
+                questions.push((found.pid, question));
+                self.asked.insert(number, (found.pid, replied));
+            }
+            locks.push(SeenLock {
+                place,
+                seen: found,
+                reply,
+            });
+        }
+        self.notify(&questions).await?;
+        let _unheard = seen.send(Ok(locks));
+        Ok(())
+    }
+
     pub(super) async fn hear(&mut self, notification: &PgNotification) -> Result<(), End> {
         let from = i32::try_from(notification.process_id()).unwrap_or_default();
         match Message::read(notification.payload()) {
@@ -78,7 +129,7 @@ impl Task {
                     return Ok(());
                 }
                 let text = self.answer(key, what).await?;
-                self.notify(reply_to, &Message::Answer { number, text })
+                self.notify(&[(reply_to, Message::Answer { number, text })])
                     .await
             }
             None => Ok(()),
@@ -135,11 +186,17 @@ impl Task {
         Ok(may)
     }
 
-    async fn notify(&mut self, pid: i32, message: &Message) -> Result<(), End> {
+    /// Sends each message to its backend.
+    async fn notify(&mut self, messages: &[(i32, Message)]) -> Result<(), End> {
+        if messages.is_empty() {
+            return Ok(());
+        }
         let sql = self.common.sql.notify.clone();
+        let channels: Vec<String> = messages.iter().map(|(pid, _)| channel(*pid)).collect();
+        let texts: Vec<String> = messages.iter().map(|(_, text)| text.write()).collect();
         let asked = self
             .ask(async |connection: &mut PgConnection| {
-                let query = sqlx::query(sql).bind(channel(pid)).bind(message.write());
+                let query = sqlx::query(sql).bind(channels).bind(texts);
                 query.fetch_one(connection).await
             })
             .await;
@@ -149,6 +206,22 @@ impl Task {
             Ok(_) | Err(Failure::Refused(_)) => Ok(()),
         }
     }
+}
+
+fn listed_in(row: &PgRow) -> sqlx::Result<Vec<((i64, i64), Seen)>> {
+    let (classes, objects): (Vec<i64>, Vec<i64>) = (row.try_get(1)?, row.try_get(2)?);
+    let (pids, starts): (Vec<i32>, Vec<String>) = (row.try_get(3)?, row.try_get(4)?);
+    let (others, listens): (Vec<i64>, Vec<bool>) = (row.try_get(5)?, row.try_get(6)?);
+    let places = classes.into_iter().zip(objects);
+    let sessions = pids.into_iter().zip(starts);
+    let seen = sessions.zip(others.into_iter().zip(listens));
+    let seen = seen.map(|((pid, start), (others, listens))| Seen {
+        pid,
+        session: format!("{pid}@{start}"),
+        other_locks: others.unsigned_abs(),
+        listens,
+    });
+    Ok(places.zip(seen).collect())
 }
 
 fn seen_in(row: &PgRow) -> sqlx::Result<Option<Seen>> {

@@ -186,6 +186,7 @@ impl Task {
                 seen,
                 reply,
             } => self.ask_others(key, what, seen, reply).await,
+            Job::List { after, seen } => self.list(after, seen).await,
             Job::Interrupt { pid } => {
                 let sql = Sql::interrupt(pid);
                 match self
@@ -445,7 +446,7 @@ impl Task {
                     let _unheard = answer.send(Err(gone()));
                 }
                 // Who asked hears that nobody answers.
-                Job::Ask { .. } | Job::Interrupt { .. } | Job::Retire => {}
+                Job::Ask { .. } | Job::List { .. } | Job::Interrupt { .. } | Job::Retire => {}
             }
         }
         self.held.clear();

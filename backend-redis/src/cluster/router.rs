@@ -436,7 +436,7 @@ impl Cluster {
     }
 
     /// Asks all nodes who has which slot.
-    async fn look(self: &Arc<Self>) -> Result<()> {
+    pub(crate) async fn look(self: &Arc<Self>) -> Result<()> {
         let mut nodes: Vec<Node> = self.topology.borrow().nodes().cloned().collect();
         for named in self.options.nodes().unwrap_or_default() {
             if !nodes.iter().any(|node| self.options.reached(node) == named) {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Examination, Expiry, Fairness, Guarantees, Hold,
-    Holder, Key, Moment, Result, Tokens, Wakeup,
+    Holder, Key, Moment, Page, Result, Tokens, Wakeup,
 };
 use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
@@ -15,11 +15,12 @@ use tracing::{debug, warn};
 use super::acquire::acquire;
 use super::examine::examine;
 use super::fanout::Fanout;
+use super::list::list;
 use super::node::Reply;
 use super::options::RedlockOptions;
 use super::queues::Queues;
 use super::quorum::{Outcome, Quorum};
-use super::remote::RemoteNode;
+use super::remote::{RemoteNode, Voted};
 use super::time::SystemTimes;
 use crate::client::Client;
 
@@ -137,28 +138,21 @@ impl Backend for Redlock {
         let all = self.nodes.quorum.nodes();
         let majority = self.nodes.quorum.majority();
         let mut votes = Fanout::new(all.iter().map(|node| Some(node.voted(key))));
-        let mut holders: HashMap<String, (usize, Holder)> = HashMap::new();
+        let mut counted = Count::default();
         let (mut answered, mut silent, mut error) = (0, 0, None);
         while let Some((_, vote)) = votes.next().await {
             match vote {
                 Ok(vote) => {
                     answered += 1;
                     let Some(vote) = vote else { continue };
-                    let (count, holder) = holders
-                        .entry(vote.grant)
-                        .or_insert_with(|| (0, vote.holder.clone()));
-                    *count += 1;
-                    // A node that took no part in the second trip has noted the proposal only.
-                    if vote.holder.token > holder.token {
-                        *holder = vote.holder;
-                    }
+                    counted.add(vote);
                 }
                 Err(e) => {
                     silent += 1;
                     error = Some(e);
                 }
             }
-            let most = holders.values().map(|(count, _)| *count).max().unwrap_or(0);
+            let most = counted.most();
             let possible = most + votes.left() + silent;
             if most >= majority || possible < majority && answered >= majority {
                 break;
@@ -167,10 +161,7 @@ impl Backend for Redlock {
         if answered < majority {
             return Err(error.unwrap_or_else(|| unreached(all.len())));
         }
-        let first = holders.into_values().max_by_key(|(count, _)| *count);
-        Ok(first
-            .filter(|(count, _)| count + silent >= majority)
-            .map(|(_, holder)| holder))
+        Ok(counted.holder(majority.saturating_sub(silent)))
     }
 
     async fn evict(&self, key: &Key, grant: Option<&Holder>) -> Result<bool> {
@@ -195,8 +186,20 @@ impl Backend for Redlock {
         Ok(evicted > 0 && evicted + silent >= self.nodes.quorum.majority())
     }
 
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        list(&self.nodes, prefix, after).await
+    }
+
     async fn examine(&self, ttl: Duration) -> Result<Examination> {
         examine(&self.nodes, ttl).await
+    }
+
+    /// On all nodes: one that is not reached keeps what it has.
+    async fn erase(&self) -> Result<()> {
+        for node in self.nodes.quorum.nodes() {
+            node.erase().await?;
+        }
+        Ok(())
     }
 
     async fn close(&self) -> Result<()> {
@@ -306,6 +309,37 @@ impl fmt::Debug for Nodes {
             .field("nodes", &self.quorum.nodes())
             .field("max_ttl", &self.max_ttl)
             .finish_non_exhaustive()
+    }
+}
+
+/// The votes for one lock.
+#[derive(Default)]
+pub(super) struct Count(HashMap<String, (usize, Holder)>);
+
+impl Count {
+    pub(super) fn add(&mut self, vote: Voted) {
+        let (count, holder) = self
+            .0
+            .entry(vote.grant)
+            .or_insert_with(|| (0, vote.holder.clone()));
+        *count += 1;
+        // A node that took no part in the second trip has noted the proposal only.
+        if vote.holder.token > holder.token {
+            *holder = vote.holder;
+        }
+    }
+
+    /// How many whoever has the most has.
+    fn most(&self) -> usize {
+        self.0.values().map(|(count, _)| *count).max().unwrap_or(0)
+    }
+
+    /// Whoever has the most votes, if those are `enough`.
+    pub(super) fn holder(self, enough: usize) -> Option<Holder> {
+        let first = self.0.into_values().max_by_key(|(count, _)| *count);
+        first
+            .filter(|(count, _)| *count >= enough)
+            .map(|(_, holder)| holder)
     }
 }
 

@@ -5,6 +5,7 @@ mod backend;
 mod examine;
 mod fanout;
 mod hold;
+mod list;
 #[cfg(test)]
 mod model;
 mod node;

@@ -12,13 +12,17 @@ use tokio::time::{sleep, timeout};
 use tracing::debug;
 
 use super::node::{Ask, Attempt, Node, Reply, Standing, Tell, Vote};
-use super::script::{ACQUIRE, EVICT, FREE, HOLDER, LOOK, PROBE, RAISE, SEED};
+use super::script::{ACQUIRE, EVICT, FREE, HOLDER, LOOK, PROBE, RAISE, SEED, VOTES};
 use super::sent::Sent;
 use crate::client::Client;
 use crate::connection::{Connection, no_runtime};
+use crate::erase::erase;
 use crate::error;
 use crate::examine::Answers;
+use crate::list::scan;
+use crate::names::Names;
 use crate::script::{self, RENEW};
+use crate::value;
 
 /// A Redis server as a node.
 #[derive(Debug, Clone)]
@@ -52,7 +56,7 @@ pub(super) struct Server {
 }
 
 /// Who has the vote of one node.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Voted {
     pub(super) grant: String,
     pub(super) holder: Holder,
@@ -153,21 +157,39 @@ impl RemoteNode {
             let connection = remote.client.connection().await?;
             match remote.call(&connection, &HOLDER, &call).await? {
                 Value::Nil => Ok(None),
-                Value::Array(fields) => match &fields[..] {
-                    [
-                        Value::BulkString(value),
-                        Value::Int(left),
-                        Value::BulkString(grant),
-                    ] => {
-                        let grant = String::from_utf8_lossy(grant).into_owned();
-                        let holder = read_holder(value, *left, &grant);
-                        Ok(Some(Voted { grant, holder }))
-                    }
-                    _ => Err(error::unexpected(&remote.client.address)),
-                },
-                _ => Err(error::unexpected(&remote.client.address)),
+                answer => read_voted(&answer)
+                    .map(Some)
+                    .ok_or_else(|| error::unexpected(&remote.client.address)),
             }
         })
+    }
+
+    /// Some of the keys that it has, and where to go on: 0 is both the begin and the end.
+    pub(super) fn scan(&self, from: u64) -> Reply<(u64, Vec<Vec<u8>>)> {
+        let client = self.0.client.clone();
+        self.send(self.0.limit, async move { scan(&client, from).await })
+    }
+
+    /// Who has its vote for each of these locks.
+    pub(super) fn votes(&self, locks: &[Arc<str>]) -> Reply<Vec<Option<Voted>>> {
+        let remote = self.0.clone();
+        let keys: Vec<&str> = locks.iter().map(|lock| &**lock).collect();
+        let call = script::call(&VOTES, &keys);
+        let count = locks.len();
+        self.send(self.0.limit, async move {
+            let connection = remote.client.connection().await?;
+            let answer = remote.call(&connection, &VOTES, &call).await?;
+            let votes = match &answer {
+                Value::Array(votes) if votes.len() == count => votes.iter().map(read_vote_of),
+                _ => return Err(error::unexpected(&remote.client.address)),
+            };
+            let votes: Option<Vec<_>> = votes.collect();
+            votes.ok_or_else(|| error::unexpected(&remote.client.address))
+        })
+    }
+
+    pub(super) fn names(&self) -> &Names {
+        &self.0.client.names
     }
 
     /// Takes the vote away from whoever has it, or from this grant only.
@@ -181,6 +203,11 @@ impl RemoteNode {
             let connection = remote.client.connection().await?;
             remote.yes(&connection, &EVICT, &call).await
         })
+    }
+
+    /// Removes all that it has under the prefix.
+    pub(super) async fn erase(&self) -> Result<()> {
+        erase(&self.0.client).await
     }
 
     /// Ends the connection once all that is to be taken back has been, or a while has passed.
@@ -519,6 +546,35 @@ fn read_vote(answer: &Value) -> Option<Vote> {
         (b"ahead", []) => Some(Vote::Ahead),
         _ => None,
     }
+}
+
+fn read_vote_of(answer: &Value) -> Option<Option<Voted>> {
+    match answer {
+        Value::Nil => Some(None),
+        Value::Int(_) => {
+            let holder = value::other_data(-1);
+            let grant = holder.grant.clone();
+            Some(Some(Voted { grant, holder }))
+        }
+        answer => read_voted(answer).map(Some),
+    }
+}
+
+fn read_voted(answer: &Value) -> Option<Voted> {
+    let Value::Array(fields) = answer else {
+        return None;
+    };
+    let [
+        Value::BulkString(value),
+        Value::Int(left),
+        Value::BulkString(grant),
+    ] = &fields[..]
+    else {
+        return None;
+    };
+    let grant = String::from_utf8_lossy(grant).into_owned();
+    let holder = read_holder(value, *left, &grant);
+    Some(Voted { grant, holder })
 }
 
 /// Reads a lock's value: ours, or whatever another program wrote, which is shown as the owner.

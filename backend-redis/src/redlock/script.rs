@@ -15,6 +15,8 @@ pub(super) static EVICT: LazyLock<Script> =
     LazyLock::new(|| shared(include_str!("scripts/evict.lua")));
 pub(super) static HOLDER: LazyLock<Script> =
     LazyLock::new(|| shared(include_str!("scripts/holder.lua")));
+pub(super) static VOTES: LazyLock<Script> =
+    LazyLock::new(|| shared(include_str!("scripts/votes.lua")));
 pub(super) static LOOK: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("scripts/look.lua")));
 pub(super) static SEED: LazyLock<Script> =

@@ -10,7 +10,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use leasehold_conformance::fixtures::redis::RedisServer;
-use leasehold_core::{Backend, Claim, Error, ErrorKind, Hold, Key, Moment, OwnerId, Result};
+use leasehold_core::{
+    Backend, Claim, Error, ErrorKind, Hold, Key, Listed, Moment, OwnerId, Result,
+};
 use leasehold_redis::{Redis, RedisOptions, Redlock, RedlockOptions};
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, RedisResult};
@@ -116,6 +118,15 @@ impl Raw {
         answer.unwrap_or_else(|e| panic!("{words:?}: {e}"));
     }
 
+    /// The same, of words that may be no text.
+    pub(crate) async fn bytes(&mut self, words: &[&[u8]]) {
+        let mut cmd = redis::Cmd::new();
+        for word in words {
+            cmd.arg(*word);
+        }
+        cmd.query_async::<redis::Value>(&mut self.0).await.unwrap();
+    }
+
     /// The same; it must succeed.
     pub(crate) async fn get<T: FromRedisValue>(&mut self, words: &str) -> T {
         self.ask(words)
@@ -183,6 +194,20 @@ pub(crate) async fn granted(client: &impl Backend, claim: &Claim) -> Box<dyn Hol
 /// Whether the lock is taken for a claim that does not wait.
 pub(crate) async fn is_taken(client: &impl Backend, name: &str) -> bool {
     client.acquire(&claim(name, LONG)).await.unwrap().is_none()
+}
+
+/// All locks that are listed.
+pub(crate) async fn list(client: &impl Backend, prefix: &str) -> Vec<Listed> {
+    let (mut locks, mut after) = (Vec::new(), None);
+    loop {
+        let page = client.list(prefix, after.as_deref());
+        let page = within(SOON, "a list is answered", page).await.unwrap();
+        locks.extend(page.locks);
+        after = page.next;
+        if after.is_none() {
+            return locks;
+        }
+    }
 }
 
 /// An acquire that runs by itself.

@@ -4,8 +4,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by it")]
 
+#[cfg(feature = "conformance")]
+mod conformance;
 mod docs;
 mod judging;
+mod listing;
 mod lost;
 mod operators;
 mod run;
@@ -41,6 +44,10 @@ fn main() -> ExitCode {
         judging::doctor_has_nothing_against_the_default_store,
         judging::doctor_says_what_makes_postgresql_unusable,
         judging::doctor_says_why_a_store_is_not_reached,
+        listing::ls_lists_what_is_held,
+        listing::ls_says_where_names_are_not_known,
+        listing::watch_leaves_at_once,
+        listing::watch_writes_a_line_of_json_each_time,
         lost::case_28_is_ended_when_the_lock_is_taken_away,
         lost::a_stopped_child_is_ended_too,
         operators::status_shows_who_holds,
@@ -73,10 +80,27 @@ fn main() -> ExitCode {
         terminal::the_terminal_is_left_as_it_was,
         terminal::colours_are_for_terminals,
     ];
+    #[cfg(feature = "conformance")]
+    trials.extend(trials![
+        conformance::the_rules_are_listed,
+        conformance::a_store_that_is_not_reached_is_said_in_one_line,
+        conformance::files_keep_their_promises_and_nothing_is_left,
+        conformance::etcd_keeps_its_promises_and_nothing_is_left,
+    ]);
     let missing = RedisServer::missing();
+    #[cfg(feature = "conformance")]
+    let conformance_on_redis = trials![
+        conformance::redis_keeps_its_promises_and_nothing_is_left,
+        conformance::a_broken_promise_is_told,
+    ];
+    #[cfg(not(feature = "conformance"))]
+    let conformance_on_redis = Vec::new();
     let on_redis = trials![
         judging::doctor_examines_redis,
         judging::doctor_says_what_makes_redis_unusable,
+        listing::ls_lists_who_waits_on_redis,
+        listing::ls_says_which_right_it_needs_on_redis,
+        listing::watch_outlives_a_store_that_is_away,
         lost::case_28_is_ended_when_the_lock_is_taken_away_on_redis,
         lost::case_28_is_ended_before_a_silent_store_lets_go,
         lost::a_short_silence_is_lived_through,
@@ -87,7 +111,8 @@ fn main() -> ExitCode {
         signals::case_29_passes_signals_on_while_running_on_redis,
         terminal::a_stopped_job_whose_lock_ends_does_not_go_on,
     ];
-    trials.extend(on_redis.into_iter().map(|trial| match &missing {
+    let on_redis = on_redis.into_iter().chain(conformance_on_redis);
+    trials.extend(on_redis.map(|trial| match &missing {
         Some(missing) => trial.with_kind(missing.to_string()).with_ignored_flag(true),
         None => trial,
     }));

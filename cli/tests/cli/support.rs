@@ -37,8 +37,13 @@ impl Home {
 
     /// With locks in `server`.
     pub(crate) fn with(server: &RedisServer) -> Self {
+        Self::at(&server.url())
+    }
+
+    /// With locks in the store at `url`.
+    pub(crate) fn at(url: &str) -> Self {
         Self {
-            url: Some(server.url()),
+            url: Some(url.to_owned()),
             ..Self::new()
         }
     }

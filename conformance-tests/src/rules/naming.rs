@@ -44,8 +44,9 @@ pub(super) const C14: Rule = Rule {
     ],
 };
 
-/// Names that some store or some way of writing them down might change, cut, confuse or refuse.
-fn names() -> Vec<String> {
+/// Names that some store or some way of writing them down might change, cut, confuse or refuse. Before
+/// each of them comes `prefix`.
+fn names(prefix: &str) -> Vec<String> {
     let mut names = [
         // Case, blanks, composed and decomposed letters, letters that fold into others.
         "a",
@@ -171,7 +172,8 @@ fn names() -> Vec<String> {
     .map(str::to_owned)
     .to_vec();
     // The longest, in one byte and in four each, which differ in the last and in the first letter.
-    for (letter, length) in [("x", Key::MAX_LEN), ("\u{1f512}", Key::MAX_LEN / 4)] {
+    let longest = Key::MAX_LEN - prefix.len();
+    for (letter, length) in [("x", longest), ("\u{1f512}", longest / 4)] {
         let long = letter.repeat(length - 1);
         let other = if letter == "x" { "y" } else { "\u{1f510}" };
         names.extend([
@@ -184,12 +186,15 @@ fn names() -> Vec<String> {
     // In one order, so that two runs on one store wait for each other but once.
     names.sort();
     names
+        .into_iter()
+        .map(|name| format!("{prefix}{name}"))
+        .collect()
 }
 
 async fn names_never_meet(cx: Cx) -> anyhow::Result<()> {
     let (one, other) = (cx.client().await?, cx.client().await?);
     let mut held = Vec::new();
-    for name in names() {
+    for name in names(&cx.store().key_prefix) {
         let key = Key::new(&name)?;
         let wanted = waiting(&key, Cx::LONG);
         // If two names were one lock, this would wait for itself.
@@ -374,7 +379,7 @@ async fn bad_ttls(cx: Cx) -> anyhow::Result<()> {
 /// The longest neither overflows nor ends early; the shortest is taken, if only for a moment.
 async fn extreme_ttls(cx: Cx) -> anyhow::Result<()> {
     let (one, other) = (cx.client().await?, cx.client().await?);
-    let (shortest, longest) = (*Claim::TTL_RANGE.start(), *Claim::TTL_RANGE.end());
+    let (shortest, longest) = (*Claim::TTL_RANGE.start(), cx.store().longest_ttl);
     let key = cx.key();
     let mut hold = granted(&*one, &claim(&key, longest)).await?;
     refused(&*other, &key).await?;

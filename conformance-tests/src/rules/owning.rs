@@ -1,10 +1,11 @@
 //! Owners, their releases, and operators who look and take away.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use leasehold_core::ErrorKind;
+use leasehold_core::{Backend, ErrorKind, Holder, Key, Listed};
 
 use crate::cx::{
     Cx, Skip, after, claim, fails, granted, locks, queued, refused, soon, waiting, within,
@@ -55,6 +56,8 @@ pub(super) const C21: Rule = Rule {
         check!("who holds", [], holder_tells),
         check!("whoever holds it is evicted", [], evict_whoever),
         check!("only the grant that is named", [], evict_the_named_grant),
+        check!("a list has what is held", [], list_has_what_is_held),
+        check!("a list has the names", [], list_has_the_names),
     ],
 };
 
@@ -341,6 +344,170 @@ async fn evict_the_named_grant(cx: Cx) -> anyhow::Result<()> {
     fails(ErrorKind::Lost, "the renewal of an evicted lock", renewed)?;
     granted(&*operator, &claim(&key, Cx::LONG)).await?;
     Ok(())
+}
+
+async fn list_has_what_is_held(cx: Cx) -> anyhow::Result<()> {
+    let (one, other, key) = (cx.client().await?, cx.client().await?, cx.key());
+    let prefix = key.as_str();
+    let holder = || async {
+        let holder = other.holder(&key).await?.context("somebody holds it")?;
+        anyhow::Ok(holder)
+    };
+
+    let mut first = granted(&*one, &claim(&key, Cx::LONG)).await?;
+    let before = holder().await?;
+    is_listed(&listed(&*other, prefix).await?, &key, &before, 0)?;
+    let wanted = waiting(&key, Cx::LONG);
+    let mut waiter = other.acquire(&wanted);
+    queued(&*other, &key, &mut waiter).await?;
+    let meanwhile = tokio::select! {
+        biased;
+        _ = &mut waiter => bail!("granted, though another holds it"),
+        listed = soon("a list is answered", listed(&*one, prefix)) => listed??,
+    };
+    is_listed(&meanwhile, &key, &before, 1)?;
+
+    soon("a release is answered", first.release()).await??;
+    let next = soon("the waiter is served", waiter).await??;
+    let mut next = next.context("a claim without a limit to its wait gave up")?;
+    let after = holder().await?;
+    is_listed(&listed(&*one, prefix).await?, &key, &after, 0)?;
+    soon("a release is answered", next.release()).await??;
+    let listed = listed(&*one, prefix).await?;
+    let over = listed.iter().find(|listed| {
+        let grants = [&before.grant, &after.grant];
+        let holder = listed.holder.as_ref();
+        let is_over = holder.is_some_and(|holder| grants.contains(&&holder.grant));
+        listed.key.as_ref() == Some(&key) || is_over
+    });
+    ensure!(
+        over.is_none(),
+        "nobody holds it any more, and yet: {over:?}"
+    );
+    Ok(())
+}
+
+/// Whether the lock is there, with this holder and so many who wait, as far as the store knows that.
+fn is_listed(listed: &[Listed], key: &Key, by: &Holder, waiters: u64) -> anyhow::Result<()> {
+    let listed = listed
+        .iter()
+        .find(|listed| match (&listed.key, &listed.holder) {
+            (Some(listed), _) => listed == key,
+            // Names are not known here, and of a holder that is busy perhaps not its grant either.
+            (None, Some(holder)) => {
+                holder.grant == by.grant || holder.token.is_none_or(|it| Some(it) == by.token)
+            }
+            (None, None) => false,
+        })
+        .context("it is held, and not listed")?;
+    let holder = listed
+        .holder
+        .as_ref()
+        .context("a held lock without holder")?;
+    ensure!(
+        listed.key.is_none() || holder.grant == by.grant,
+        "another grant than {by:?}: {listed:?}"
+    );
+    ensure!(
+        listed.waiting.is_none_or(|waiting| waiting == waiters),
+        "not {waiters} waiting: {listed:?}"
+    );
+    ensure!(!listed.raw.is_empty(), "the store has no name for it");
+    Ok(())
+}
+
+async fn list_has_the_names(cx: Cx) -> anyhow::Result<()> {
+    let (one, other) = (cx.client().await?, cx.client().await?);
+    let unique = cx.key();
+    // What stores escape, in front of what no other check has, and behind it.
+    let odd = [
+        "/",
+        "%",
+        "%2F",
+        ".",
+        "..",
+        " ",
+        "*",
+        "[a]",
+        "{}",
+        "{a}",
+        "\\",
+        "\0",
+        "\n",
+        "\u{85}",
+        "\u{e9}",
+        "e\u{301}",
+        "\u{f8ff}",
+        "\u{ffff}",
+        "\u{1f512}",
+        "leasehold:",
+        "leasehold:key:",
+        "leasehold:queue:",
+        "lock:",
+        "locks/",
+        "A",
+        "a",
+    ];
+    let long = "x".repeat(Key::MAX_LEN - unique.as_str().len());
+    let mut names = vec![format!("{unique}{long}"), format!("{long}{unique}")];
+    for odd in odd {
+        names.extend([format!("{odd}{unique}"), format!("{unique}{odd}")]);
+    }
+    let mut held = Vec::new();
+    for name in &names {
+        held.push(granted(&*one, &claim(&Key::new(name)?, Cx::LONG)).await?);
+    }
+    for prefix in odd.into_iter().chain(["", unique.as_str(), &long]) {
+        let listed = listed(&*other, prefix).await?;
+        let nameless = listed.iter().any(|listed| listed.key.is_none());
+        let listed: BTreeSet<Key> = listed.into_iter().filter_map(|it| it.key).collect();
+        if listed.is_empty() && nameless {
+            bail!(Skip("the store does not know the names of locks"));
+        }
+        if let Some(other) = listed.iter().find(|key| !key.as_str().starts_with(prefix)) {
+            bail!("listed, though it does not begin with {prefix:?}: {other:?}");
+        }
+        for name in names.iter().filter(|name| name.starts_with(prefix)) {
+            ensure!(
+                listed.contains(name.as_str()),
+                "held, and not listed with what begins with {prefix:?}: {name:?}"
+            );
+        }
+    }
+    for hold in &mut held {
+        soon("a release is answered", hold.release()).await??;
+    }
+    Ok(())
+}
+
+/// The locks that begin with `prefix`, also where the store can only list all; leaves the check where it
+/// lists none.
+async fn listed(client: &dyn Backend, prefix: &str) -> anyhow::Result<Vec<Listed>> {
+    let unsupported = |listed: &leasehold_core::Result<_>| matches!(listed, Err(error) if error.kind() == ErrorKind::Unsupported);
+    let listed = list(client, prefix).await;
+    if !unsupported(&listed) {
+        return Ok(listed?);
+    }
+    let all = list(client, "").await;
+    if unsupported(&all) {
+        bail!(Skip("the store does not list its locks"));
+    }
+    let mut all = all?;
+    let begins = |key: &Key| key.as_str().starts_with(prefix);
+    all.retain(|listed| listed.key.as_ref().is_none_or(begins));
+    Ok(all)
+}
+
+async fn list(client: &dyn Backend, prefix: &str) -> leasehold_core::Result<Vec<Listed>> {
+    let (mut locks, mut after) = (Vec::new(), None);
+    loop {
+        let page = client.list(prefix, after.as_deref()).await?;
+        locks.extend(page.locks);
+        after = page.next;
+        if after.is_none() {
+            return Ok(locks);
+        }
+    }
 }
 
 /// Leaves the check where the store takes no lock away.

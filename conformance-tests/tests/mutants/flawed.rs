@@ -11,7 +11,7 @@ use leasehold_conformance::fixtures::Missing;
 use leasehold_conformance::{Control, Harness, Store};
 use leasehold_core::{
     Backend, Claim, Consistency, Error, ErrorKind, Guarantees, Hold, Holder, Key, Memory, Moment,
-    Result, Token, Validity,
+    Page, Result, Token, Validity,
 };
 use tokio::sync::Notify;
 use tokio::time::sleep;
@@ -67,6 +67,12 @@ pub(crate) enum Flaw {
     EndsAllOnRelease,
     /// Takes away whatever grant there is.
     EvictsAny,
+    /// Lists what was there when it was asked first.
+    ListsStale,
+    /// Lists all locks, whatever their names begin with.
+    ListsAll,
+    /// Lists names as a store might write them.
+    ListsEscaped,
     /// Needs a runtime where a hold is dropped.
     SpawnsOnDrop,
     /// When the leader of three servers is killed, the others begin with nothing, and holders go on
@@ -74,37 +80,19 @@ pub(crate) enum Flaw {
     ForgetsWithItsLeader,
 }
 
-/// Clients of one memory with the flaw.
+/// Starts memories with the flaw, and connects to them.
 #[derive(Debug)]
 pub(crate) struct Flawed {
     flaw: Flaw,
-    memory: Memory,
-    /// What the others have when the leader is gone, for [`Flaw::ForgetsWithItsLeader`].
-    others: Memory,
-    leaderless: Arc<AtomicBool>,
-    released: Arc<Notify>,
+    /// A store's address is its place in here.
+    stores: Mutex<Vec<Memories>>,
 }
 
 impl Flawed {
     pub(crate) fn new(flaw: Flaw) -> Self {
         Self {
             flaw,
-            memory: Memory::new(),
-            others: Memory::new(),
-            leaderless: Arc::default(),
-            released: Arc::default(),
-        }
-    }
-
-    pub(crate) fn client(&self) -> Client {
-        Client {
-            flaw: self.flaw,
-            leader: self.memory.clone(),
-            others: self.others.clone(),
-            leaderless: Arc::clone(&self.leaderless),
-            released: Arc::clone(&self.released),
-            held: Arc::default(),
-            session: Validity::until_ended(),
+            stores: Mutex::default(),
         }
     }
 }
@@ -112,17 +100,32 @@ impl Flawed {
 #[async_trait]
 impl Harness for Flawed {
     async fn start(&self) -> Result<Store, Missing> {
-        let store = Store::new("memory");
+        let memories = Memories::default();
+        let members = Members(Arc::clone(&memories.leaderless));
+        let mut stores = self.stores.lock().expect("sound");
+        let store = Store::new(stores.len().to_string());
+        stores.push(memories);
         if self.flaw != Flaw::ForgetsWithItsLeader {
             return Ok(store);
         }
-        let members = Members(Arc::clone(&self.leaderless));
         Ok(store.with_control(Arc::new(members)))
     }
 
-    async fn connect(&self, _address: &str) -> Result<Box<dyn Backend>> {
-        Ok(Box::new(self.client()))
+    async fn connect(&self, address: &str) -> Result<Box<dyn Backend>> {
+        let place: usize = address.parse().expect("the address of a store");
+        let stores = self.stores.lock().expect("sound");
+        Ok(Box::new(Client::new(self.flaw, stores[place].clone())))
     }
+}
+
+/// What one store keeps its locks in.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Memories {
+    leader: Memory,
+    /// What the others have when the leader is gone, for [`Flaw::ForgetsWithItsLeader`].
+    others: Memory,
+    leaderless: Arc<AtomicBool>,
+    released: Arc<Notify>,
 }
 
 /// Three servers, of which only the leader can be killed.
@@ -155,12 +158,11 @@ impl Control for Members {
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     flaw: Flaw,
-    leader: Memory,
-    others: Memory,
-    leaderless: Arc<AtomicBool>,
-    released: Arc<Notify>,
+    memories: Memories,
     /// What this client holds, for [`Flaw::KnowsClientsOnly`].
     held: Arc<Mutex<HashMap<Key, Token>>>,
+    /// What it has listed first, for [`Flaw::ListsStale`].
+    listed: Arc<Mutex<HashMap<String, Page>>>,
     /// What all grants end with, for [`Flaw::EndsAllOnRelease`].
     session: Validity,
 }
@@ -261,13 +263,48 @@ impl Backend for Client {
         let grant = grant.filter(|_| self.flaw != Flaw::EvictsAny);
         self.memory().evict(&self.key(key)?, grant).await
     }
+
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let asked = if self.flaw == Flaw::ListsAll {
+            ""
+        } else {
+            prefix
+        };
+        let mut page = self.memory().list(asked, after).await?;
+        match self.flaw {
+            Flaw::ListsStale => {
+                let mut listed = self.listed.lock().expect("sound");
+                page = listed.entry(prefix.to_owned()).or_insert(page).clone();
+            }
+            Flaw::ListsEscaped => {
+                for listed in &mut page.locks {
+                    let key = listed.key.take().expect("it has one");
+                    let escaped = key.as_str().replace('%', "%25").replace('/', "%2F");
+                    // One that has become too long is none any more.
+                    listed.key = Key::new(escaped).ok();
+                }
+            }
+            _ => {}
+        }
+        Ok(page)
+    }
 }
 
 impl Client {
+    pub(crate) fn new(flaw: Flaw, memories: Memories) -> Self {
+        Self {
+            flaw,
+            memories,
+            held: Arc::default(),
+            listed: Arc::default(),
+            session: Validity::until_ended(),
+        }
+    }
+
     fn memory(&self) -> &Memory {
-        match self.leaderless.load(Ordering::SeqCst) {
-            true => &self.others,
-            false => &self.leader,
+        match self.memories.leaderless.load(Ordering::SeqCst) {
+            true => &self.memories.others,
+            false => &self.memories.leader,
         }
     }
 
@@ -306,7 +343,7 @@ impl Client {
         let mut now = claim.clone();
         now.wait = Some(Duration::ZERO);
         loop {
-            let released = self.released.notified();
+            let released = self.memories.released.notified();
             if let Some(hold) = self.memory().acquire(&now).await? {
                 return Ok(Some(hold));
             }
@@ -433,7 +470,7 @@ impl Hold for FlawedHold {
             }
             Flaw::WakesAll => {
                 let released = self.inner().release().await;
-                self.client.released.notify_waiters();
+                self.client.memories.released.notify_waiters();
                 released
             }
             _ => self.inner().release().await,

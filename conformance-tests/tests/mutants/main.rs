@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use flawed::{Flaw, Flawed};
+use flawed::{Client, Flaw, Flawed, Memories};
 use leasehold_conformance::{Harness, Outcome, RULES, be_child, judge, promised_fields};
 use leasehold_core::{Backend, Memory};
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -50,6 +50,9 @@ const MUTANTS: &[(&str, Mutant)] = &[
     ("C21", Mutant::Memory(Flaw::EvictsAny)),
     ("C21", Mutant::Memory(Flaw::TellsNothing)),
     ("C21", Mutant::Memory(Flaw::RenewsNothing)),
+    ("C21", Mutant::Memory(Flaw::ListsStale)),
+    ("C21", Mutant::Memory(Flaw::ListsAll)),
+    ("C21", Mutant::Memory(Flaw::ListsEscaped)),
     ("C22", Mutant::Memory(Flaw::SpawnsOnDrop)),
     ("C22", Mutant::Memory(Flaw::NeverExpires)),
     ("C22", Mutant::Memory(Flaw::KeepsForEver)),
@@ -209,7 +212,7 @@ fn every_field_has_one() -> Result<(), Failed> {
 fn store(flaw: ServerFlaw) -> Arc<dyn Backend> {
     match flaw {
         ServerFlaw::NeverExpires | ServerFlaw::KeepsOrphans => {
-            Arc::new(Flawed::new(Flaw::NeverExpires).client())
+            Arc::new(Client::new(Flaw::NeverExpires, Memories::default()))
         }
         _ => Arc::new(Memory::new()),
     }

@@ -31,7 +31,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let etcd = leasehold_etcd::Etcd::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(etcd))
+        Ok(Box::new(etcd) as Box<dyn leasehold_core::Backend>)
     })
 }
 
@@ -42,7 +42,7 @@ mod opening {
     use percent_encoding::percent_decode_str;
 
     use crate::schemes::Address;
-    use crate::setting::{Setting, invalid};
+    use crate::setting::invalid;
 
     /// The names are those of [`EtcdOptions`], and the values too, but that certificates are files.
     pub(super) fn options(address: &Address) -> Result<EtcdOptions> {
@@ -57,22 +57,14 @@ mod opening {
         if let Some(timeout) = address.setting("connect_timeout") {
             options = options.with_connect_timeout(timeout.limit()?);
         }
-        if let Some(authority) = address.setting("certificate_authority") {
-            options = options.with_certificate_authority(read(authority)?);
+        let certificates = address.certificates()?;
+        if let Some(authority) = certificates.authority {
+            options = options.with_certificate_authority(authority);
         }
-        match (
-            address.setting("client_certificate"),
-            address.setting("client_key"),
-        ) {
-            (None, None) => Ok(options),
-            (Some(certificate), Some(key)) => {
-                Ok(options.with_client_certificate(read(certificate)?, read(key)?))
-            }
-            _ => Err(invalid(
-                "a client shows its certificate with its key: give both client_certificate and \
-                 client_key",
-            )),
+        if let Some((certificate, key)) = certificates.client {
+            options = options.with_client_certificate(certificate, key);
         }
+        Ok(options)
     }
 
     type User = (String, String);
@@ -118,11 +110,6 @@ mod opening {
             invalid("the user or password of this etcd: URL is no UTF-8 once its % are decoded")
         })?;
         Ok(text.into_owned())
-    }
-
-    fn read(file: &Setting) -> Result<Vec<u8>> {
-        std::fs::read(file.text())
-            .map_err(|error| file.wrong(&format!("names a file that cannot be read: {error}")))
     }
 
     #[cfg(test)]

@@ -15,14 +15,14 @@ pub(super) const SCHEME: Scheme = Scheme {
 mod opening {
     use std::path::PathBuf;
 
-    use leasehold_core::{Locks, Result};
+    use leasehold_core::{Backend, Result};
     use leasehold_file::Folder;
     use percent_encoding::percent_decode_str;
 
     use crate::setting::invalid;
 
-    pub(super) fn open(url: &str) -> Result<Locks> {
-        Ok(Locks::new(Folder::open(folder(url)?)?))
+    pub(super) fn open(url: &str) -> Result<Box<dyn Backend>> {
+        Ok(Box::new(Folder::open(folder(url)?)?))
     }
 
     /// `file:/folder`, `file:///folder` or `file://localhost/folder`. Unlike a browser it takes the

@@ -42,7 +42,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let postgres = leasehold_postgres::Postgres::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(postgres))
+        Ok(Box::new(postgres) as Box<dyn leasehold_core::Backend>)
     })
 }
 

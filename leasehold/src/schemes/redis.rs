@@ -73,7 +73,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let redis = leasehold_redis::Redis::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(redis))
+        Ok(Box::new(redis) as Box<dyn leasehold_core::Backend>)
     })
 }
 
@@ -83,7 +83,6 @@ mod opening {
     use leasehold_redis::RedisOptions;
 
     use crate::schemes::Address;
-    use crate::setting::{Setting, invalid};
 
     /// The names are those of [`RedisOptions`], and the values too, but that certificates are files.
     pub(super) fn options(address: &Address) -> Result<RedisOptions> {
@@ -105,26 +104,13 @@ mod opening {
         if let Some(password) = address.setting("sentinel_password") {
             options = options.with_sentinel_password(password.text());
         }
-        if let Some(authority) = address.setting("certificate_authority") {
-            options = options.with_certificate_authority(read(authority)?);
+        let certificates = address.certificates()?;
+        if let Some(authority) = certificates.authority {
+            options = options.with_certificate_authority(authority);
         }
-        match (
-            address.setting("client_certificate"),
-            address.setting("client_key"),
-        ) {
-            (None, None) => Ok(options),
-            (Some(certificate), Some(key)) => {
-                Ok(options.with_client_certificate(read(certificate)?, read(key)?))
-            }
-            _ => Err(invalid(
-                "a client shows its certificate with its key: give both client_certificate and \
-                 client_key",
-            )),
+        if let Some((certificate, key)) = certificates.client {
+            options = options.with_client_certificate(certificate, key);
         }
-    }
-
-    fn read(file: &Setting) -> Result<Vec<u8>> {
-        std::fs::read(file.text())
-            .map_err(|error| file.wrong(&format!("names a file that cannot be read: {error}")))
+        Ok(options)
     }
 }

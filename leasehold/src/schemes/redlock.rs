@@ -18,7 +18,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let redlock = leasehold_redis::Redlock::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(redlock))
+        Ok(Box::new(redlock) as Box<dyn leasehold_core::Backend>)
     })
 }
 

@@ -34,7 +34,7 @@ fn open(address: Address) -> Opening {
     Box::pin(async move {
         let options = opening::options(&address)?;
         let zookeeper = leasehold_zk::ZooKeeper::connect_with(options).await?;
-        Ok(leasehold_core::Locks::new(zookeeper))
+        Ok(Box::new(zookeeper) as Box<dyn leasehold_core::Backend>)
     })
 }
 
@@ -44,7 +44,6 @@ mod opening {
     use leasehold_zk::ZooKeeperOptions;
 
     use crate::schemes::Address;
-    use crate::setting::{Setting, invalid};
 
     /// The names are those of [`ZooKeeperOptions`], and the values too, but that certificates are
     /// files.
@@ -63,26 +62,13 @@ mod opening {
                 _ => return Err(only.wrong("is neither true nor false")),
             });
         }
-        if let Some(authority) = address.setting("certificate_authority") {
-            options = options.with_certificate_authority(read(authority)?);
+        let certificates = address.certificates()?;
+        if let Some(authority) = certificates.authority {
+            options = options.with_certificate_authority(authority);
         }
-        match (
-            address.setting("client_certificate"),
-            address.setting("client_key"),
-        ) {
-            (None, None) => Ok(options),
-            (Some(certificate), Some(key)) => {
-                Ok(options.with_client_certificate(read(certificate)?, read(key)?))
-            }
-            _ => Err(invalid(
-                "a client shows its certificate with its key: give both client_certificate and \
-                 client_key",
-            )),
+        if let Some((certificate, key)) = certificates.client {
+            options = options.with_client_certificate(certificate, key);
         }
-    }
-
-    fn read(file: &Setting) -> Result<Vec<u8>> {
-        std::fs::read(file.text())
-            .map_err(|error| file.wrong(&format!("names a file that cannot be read: {error}")))
+        Ok(options)
     }
 }
