@@ -19,6 +19,7 @@ use crate::turn::{Claimant, Turn, Turns, Waiter};
 
 mod operators;
 mod task;
+mod together;
 
 pub(crate) use task::Task;
 
@@ -41,7 +42,9 @@ pub(crate) use task::Task;
 ///    and for which `CREATE INDEX CONCURRENTLY` waits, for ever if it is the lock's holder who runs
 ///    it. So it waits for at most a second and comes again. A slice is also short against the ttl: so
 ///    a grant that was waited for, which counts from the sending of its slice, is still fresh.
-/// 6. *Errors of a lock statement* leave it open whether the lock was taken (10 of 400 cancels took
+/// 6. *Together.* What is asked of a shared session while a statement is under way leaves as one: see
+///    `together.rs`.
+/// 7. *Errors of a lock statement* leave it open whether the lock was taken (10 of 400 cancels took
 ///    it), so its keys are unlocked once. If that fails too, the session is closed.
 pub(crate) struct Session {
     pub(crate) pid: i32,

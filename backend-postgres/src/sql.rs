@@ -14,15 +14,20 @@ pub(crate) struct Sql {
     pub(crate) key_form: KeyForm,
     /// As a quoted name.
     pub(crate) sequence: String,
-    /// For the keys in `$1`: the token, or NULL if another session has the lock.
+    /// For the key `$1`: the token, or NULL if another session has the lock.
+    pub(crate) try_lock: SqlStr,
+    /// For the key `$1`: whether it was held.
+    pub(crate) unlock: SqlStr,
+    /// For the one key `$1`, on a session that has no other: whether it was held, however often.
+    pub(crate) unlock_alone: SqlStr,
+    /// For each of the keys `$1`, whether it was held; for each of the keys `$2`, the token, or NULL if
+    /// another session has the lock. Both in the order of the keys.
     ///
     /// `nextval` comes after the lock, in the same row's CASE: so the order of tokens is the order of
-    /// grants. No WHERE: the planner may evaluate a function before a filter, or twice.
-    pub(crate) try_lock: SqlStr,
-    /// For the keys in `$1`: whether it was held.
-    pub(crate) unlock: SqlStr,
-    /// For the one key in `$1`, on a session that has no other: whether it was held, however often.
-    pub(crate) unlock_alone: SqlStr,
+    /// grants. No WHERE: the planner may evaluate a function before a filter, or twice. Ordered by the
+    /// ordinality, which is the order of the scan already, so that nothing is sorted; that each function
+    /// is called once for each key is also what EXPLAIN (VERBOSE) shows.
+    pub(crate) together: SqlStr,
     pub(crate) heartbeat: SqlStr,
     /// For a key as `pg_locks` shows it (`$1`, `$2`, `$3`): the backend that answers; the one that has
     /// the lock, or NULL; its start; how many other locks it has; whether it listens. If it does it is
@@ -49,19 +54,25 @@ impl Sql {
     pub(crate) fn new(key_form: KeyForm, sequence: &str) -> Result<Self> {
         let sequence = quoted(sequence)?;
         let nextval = nextval(&sequence);
-        let key = key_form.arguments("k");
+        let key = key_form.arguments("$1::bigint");
+        let each = key_form.arguments("k");
         let statement = |text: String| AssertSqlSafe(text).into_sql_str();
         Ok(Self {
             try_lock: statement(format!(
-                "SELECT pg_backend_pid(), CASE WHEN pg_try_advisory_lock({key}) THEN {nextval} END \
-                 FROM unnest($1::bigint[]) AS k"
+                "SELECT pg_backend_pid(), CASE WHEN pg_try_advisory_lock({key}) THEN {nextval} END"
             )),
             unlock: statement(format!(
-                "SELECT pg_backend_pid(), pg_advisory_unlock({key}) FROM unnest($1::bigint[]) AS k"
+                "SELECT pg_backend_pid(), pg_advisory_unlock({key})"
             )),
             unlock_alone: statement(format!(
-                "SELECT pg_backend_pid(), pg_advisory_unlock({key}), pg_advisory_unlock_all() \
-                 FROM unnest($1::bigint[]) AS k"
+                "SELECT pg_backend_pid(), pg_advisory_unlock({key}), pg_advisory_unlock_all()"
+            )),
+            together: statement(format!(
+                "SELECT pg_backend_pid(), \
+                   ARRAY(SELECT pg_advisory_unlock({each}) \
+                     FROM unnest($1::bigint[]) WITH ORDINALITY AS keys (k, n) ORDER BY n), \
+                   ARRAY(SELECT CASE WHEN pg_try_advisory_lock({each}) THEN {nextval} END \
+                     FROM unnest($2::bigint[]) WITH ORDINALITY AS keys (k, n) ORDER BY n)"
             )),
             heartbeat: statement("SELECT pg_backend_pid()".into()),
             holder: statement(holder()),

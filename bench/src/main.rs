@@ -38,7 +38,7 @@ enum What {
     Etcd,
     /// ZooKeeper: free locks with 1 and 64 tasks.
     Zk,
-    /// PostgreSQL: free locks with 1, 16 and 64 tasks.
+    /// PostgreSQL: free locks with 1, 16, 64 and 256 tasks.
     Postgres,
     /// All of them, one after the other.
     All,

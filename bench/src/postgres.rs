@@ -15,7 +15,7 @@ pub fn run(plan: Plan) {
             .await
             .expect("PostgreSQL starts");
         let url = server.url();
-        for tasks in [1, 16, 64] {
+        for tasks in [1, 16, 64, 256] {
             let case = format!("postgres, free lock, {tasks} tasks");
             plan.compare(
                 &case,

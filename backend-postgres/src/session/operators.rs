@@ -157,7 +157,7 @@ impl Task {
                 held.validity.end();
                 warn!(target: "leasehold", %token, "a lock was taken away by an operator");
                 let unlocked = self.unlock(key, token).await?;
-                Ok(if unlocked.is_ok() { DONE } else { NONE }.into())
+                Ok(if unlocked { DONE } else { NONE }.into())
             }
             Question::Evict(_) => Ok(NONE.into()),
         }

@@ -26,13 +26,13 @@ pub(crate) struct Task {
     me: Weak<Session>,
     validity: Validity,
     closing: Arc<Notify>,
-    inbox: mpsc::UnboundedReceiver<Job>,
+    pub(super) inbox: Inbox,
     pub(super) pid: i32,
-    kind: Kind,
+    pub(super) kind: Kind,
     ttl: Duration,
     pub(super) held: HashMap<LockId, Held>,
     /// Whether it has its reserve in the lock table.
-    has_reserve: bool,
+    pub(super) has_reserve: bool,
     /// Questions of ours that others have not answered yet.
     pub(super) asked: HashMap<u64, (i32, oneshot::Sender<String>)>,
     pub(super) questions: u64,
@@ -54,8 +54,15 @@ pub(super) struct Held {
     _attempt: Attempt,
 }
 
+/// The jobs that are waiting, in order.
+pub(super) struct Inbox {
+    jobs: mpsc::UnboundedReceiver<Job>,
+    /// Was taken out and is to be done next.
+    put_back: Option<Job>,
+}
+
 /// `out_of_memory`, which the lock table is said to be when it is full.
-const TABLE_FULL: &str = "53200";
+pub(super) const TABLE_FULL: &str = "53200";
 
 /// Why a session ended.
 #[derive(Debug)]
@@ -90,7 +97,10 @@ impl Task {
             me: Arc::downgrade(session),
             validity: session.validity.clone(),
             closing: session.closing.clone(),
-            inbox,
+            inbox: Inbox {
+                jobs: inbox,
+                put_back: None,
+            },
             pid: session.pid,
             kind: session.kind,
             ttl: session.ttl,
@@ -168,23 +178,8 @@ impl Task {
     async fn handle(&mut self, job: Job) -> Result<(), End> {
         self.last_used = Moment::now();
         match job {
-            Job::Try {
-                attempt,
-                claimant,
-                answer,
-            } => self.try_lock(attempt, claimant, answer).await,
+            Job::Try { .. } | Job::Unlock { .. } | Job::Check { .. } => self.together(job).await,
             Job::Wait { attempt, waiter } => self.wait(attempt, waiter).await,
-            Job::Unlock { key, token, answer } => {
-                let (answered, end) = match self.unlock(key, token).await {
-                    Ok(answered) => (answered, Ok(())),
-                    Err(end) => (Err(gone()), Err(end)),
-                };
-                if let Some(answer) = answer {
-                    // Nobody needs to hear it.
-                    let _unheard = answer.send(answered);
-                }
-                end
-            }
             Job::Ask {
                 key,
                 what,
@@ -192,15 +187,6 @@ impl Task {
                 reply,
             } => self.ask_others(key, what, seen, reply).await,
             Job::List { after, seen } => self.list(after, seen).await,
-            Job::Check { key, token, answer } => {
-                if !self.has(key, token) {
-                    let _unheard = answer.send(Err(gone()));
-                    return Ok(());
-                }
-                self.heartbeat().await?;
-                let _unheard = answer.send(Ok(()));
-                Ok(())
-            }
             Job::Interrupt { pid } => {
                 let sql = Sql::interrupt(pid);
                 match self
@@ -217,62 +203,27 @@ impl Task {
         }
     }
 
-    async fn try_lock(
-        &mut self,
-        attempt: Attempt,
-        claimant: Claimant,
-        answer: oneshot::Sender<Tried>,
-    ) -> Result<(), End> {
-        let key = attempt.turn.key();
-        let tried = match self.ask_try(key).await {
-            Ok(Some(token)) => match self.grant(attempt, claimant, token) {
-                Some(hold) => Tried::Granted(hold),
-                None => return Err(End::Unused),
-            },
-            Ok(None) => {
-                self.discount();
-                Tried::Refused(attempt)
+    /// Takes its reserve in the lock table again; the inner error says why it could not.
+    pub(super) async fn take_reserve(&mut self) -> Result<Result<(), sqlx::Error>, End> {
+        let take = Reserve { pid: self.pid }.take();
+        let taken = self
+            .ask(async |connection: &mut PgConnection| one(connection, take).await)
+            .await;
+        match taken {
+            Ok(_row) => {
+                self.has_reserve = true;
+                Ok(Ok(()))
             }
-            Err(Failure::Ended(end)) => return Err(end),
+            Err(Failure::Ended(end)) => Err(end),
             Err(Failure::Refused(error)) => {
-                self.discount();
-                self.unlock_once(key).await?;
-                if code(&error) == Some(TABLE_FULL) {
-                    self.give_up_reserve().await?;
-                }
-                let doing = format!("locking on {}", self.common.options.address());
-                Tried::Failed(attempt, explain(&doing, error))
-            }
-        };
-        // The claim is gone: dropped, a hold frees its lock, and an attempt passes its turn on.
-        drop(answer.send(tried));
-        Ok(())
-    }
-
-    async fn ask_try(&mut self, key: LockId) -> Result<Option<i64>, Failure> {
-        if !self.has_reserve {
-            let take = Reserve { pid: self.pid }.take();
-            let taken = self
-                .ask(async |connection: &mut PgConnection| one(connection, take).await)
-                .await;
-            if let Err(Failure::Refused(error)) = taken {
                 // Some of it may have been taken.
-                self.give_up_reserve().await.map_err(Failure::Ended)?;
-                return Err(Failure::Refused(error));
+                self.give_up_reserve().await?;
+                Ok(Err(error))
             }
-            taken?;
-            self.has_reserve = true;
         }
-        let sql = self.common.sql.try_lock.clone();
-        let row = self
-            .ask(async |connection: &mut PgConnection| {
-                sqlx::query(sql).bind([key]).fetch_one(connection).await
-            })
-            .await?;
-        row.try_get(1).map_err(Failure::Refused)
     }
 
-    async fn give_up_reserve(&mut self) -> Result<(), End> {
+    pub(super) async fn give_up_reserve(&mut self) -> Result<(), End> {
         self.has_reserve = false;
         let give_up = Reserve { pid: self.pid }.give_up();
         let given = self
@@ -359,7 +310,12 @@ impl Task {
     }
 
     /// The lock is ours. `None`: nobody is left who could have it.
-    fn grant(&mut self, attempt: Attempt, claimant: Claimant, token: i64) -> Option<PostgresHold> {
+    pub(super) fn grant(
+        &mut self,
+        attempt: Attempt,
+        claimant: Claimant,
+        token: i64,
+    ) -> Option<PostgresHold> {
         let session = self.me.upgrade()?;
         let key = attempt.turn.key();
         self.common.highest_token.fetch_max(token, Ordering::AcqRel);
@@ -376,43 +332,15 @@ impl Task {
         Some(hold)
     }
 
-    /// Frees the lock of this grant.
-    pub(super) async fn unlock(&mut self, key: LockId, token: Token) -> Result<Result<()>, End> {
-        if !self.has(key, token) {
-            return Ok(Err(gone()));
-        }
-        let asked = self.ask_unlock(key).await;
-        let unlocked = match asked {
-            Ok(unlocked) => unlocked,
-            Err(Failure::Ended(end)) => return Err(end),
-            Err(Failure::Refused(error)) => {
-                let error = explain("unlocking", error);
-                warn!(target: "leasehold", pid = self.pid, %error, "an unlock was interrupted");
-                self.unlock_once(key).await?;
-                true
-            }
-        };
-        // Before the answer goes out: who hears it may ask again at once.
-        match self.kind {
-            Kind::Shared => self.discount(),
-            Kind::Waiting => self.now_idle(),
-        }
-        drop(self.held.remove(&key));
-        Ok(if unlocked { Ok(()) } else { Err(gone()) })
-    }
-
     /// After a statement that was refused: makes sure that the lock is not held. It usually is not.
-    async fn unlock_once(&mut self, key: LockId) -> Result<(), End> {
+    pub(super) async fn unlock_once(&mut self, key: LockId) -> Result<(), End> {
         match self.ask_unlock(key).await {
             Ok(_was_held) => Ok(()),
-            Err(Failure::Ended(end)) => Err(end),
-            Err(Failure::Refused(error)) => {
-                Err(End::Lost(format!("a lock could not be freed: {error}")))
-            }
+            Err(failure) => Err(failure.of_an_unlock()),
         }
     }
 
-    async fn ask_unlock(&mut self, key: LockId) -> Result<bool, Failure> {
+    pub(super) async fn ask_unlock(&mut self, key: LockId) -> Result<bool, Failure> {
         let sql = match self.kind {
             Kind::Shared => &self.common.sql.unlock,
             Kind::Waiting => &self.common.sql.unlock_alone,
@@ -420,13 +348,13 @@ impl Task {
         .clone();
         let row = self
             .ask(async |connection: &mut PgConnection| {
-                sqlx::query(sql).bind([key]).fetch_one(connection).await
+                sqlx::query(sql).bind(key).fetch_one(connection).await
             })
             .await?;
         row.try_get(1).map_err(Failure::Refused)
     }
 
-    async fn heartbeat(&mut self) -> Result<(), End> {
+    pub(super) async fn heartbeat(&mut self) -> Result<(), End> {
         let sql = self.common.sql.heartbeat.clone();
         let asked = self
             .ask(async |connection: &mut PgConnection| sqlx::query(sql).fetch_one(connection).await)
@@ -476,18 +404,18 @@ impl Task {
         answer.map_err(Failure::Refused)
     }
 
-    fn has(&self, key: LockId, token: Token) -> bool {
+    pub(super) fn has(&self, key: LockId, token: Token) -> bool {
         self.held.get(&key).is_some_and(|held| held.token == token)
     }
 
-    fn discount(&self) {
+    pub(super) fn discount(&self) {
         if let Some(me) = self.me.upgrade() {
             me.discount(1);
         }
     }
 
     /// A waiting session may be taken by the next claim.
-    fn now_idle(&self) {
+    pub(super) fn now_idle(&self) {
         if let Some(me) = self.me.upgrade() {
             me.give_back();
         }
@@ -503,7 +431,7 @@ impl Task {
     /// Gives up all locks, and gives back all jobs that were not begun.
     fn let_go(&mut self) {
         self.inbox.close();
-        while let Ok(job) = self.inbox.try_recv() {
+        while let Some(job) = self.inbox.try_recv() {
             match job {
                 Job::Try {
                     attempt, answer, ..
@@ -522,6 +450,45 @@ impl Task {
             }
         }
         self.held.clear();
+    }
+}
+
+impl Failure {
+    /// What it means where a lock had to be freed after another failure.
+    pub(super) fn of_an_unlock(self) -> End {
+        match self {
+            Self::Ended(end) => end,
+            Self::Refused(error) => End::Lost(format!("a lock could not be freed: {error}")),
+        }
+    }
+}
+
+impl Inbox {
+    /// `None`: there will be no more.
+    ///
+    /// # Cancel safety
+    /// If dropped, no job is lost.
+    async fn recv(&mut self) -> Option<Job> {
+        match self.put_back.take() {
+            Some(job) => Some(job),
+            None => self.jobs.recv().await,
+        }
+    }
+
+    /// A job that is waiting already.
+    pub(super) fn try_recv(&mut self) -> Option<Job> {
+        let put_back = self.put_back.take();
+        put_back.or_else(|| self.jobs.try_recv().ok())
+    }
+
+    /// The next one to be done.
+    pub(super) fn put_back(&mut self, job: Job) {
+        self.put_back = Some(job);
+    }
+
+    /// Takes no more.
+    fn close(&mut self) {
+        self.jobs.close();
     }
 }
 
