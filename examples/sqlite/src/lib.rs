@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use leasehold_core::{
-    Backend, Claim, Error, ErrorKind, Expiry, Guarantees, Hold, Holder, Key, Moment, Result, Token,
-    Tokens, Validity,
+    Backend, Claim, Error, ErrorKind, Expiry, Guarantees, Hold, Holder, Key, Listed, Moment, Page,
+    Result, Token, Tokens, Validity,
 };
-use rusqlite::{Connection, OptionalExtension as _, Transaction, TransactionBehavior, params};
+use rusqlite::{Connection, OptionalExtension as _, Row, Transaction, TransactionBehavior, params};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::oneshot;
 
@@ -94,6 +94,12 @@ impl Backend for Sqlite {
             })
             .await
             .map(|deleted| deleted > 0)
+    }
+
+    async fn list(&self, prefix: &str, after: Option<&[u8]>) -> Result<Page> {
+        let prefix = prefix.to_owned();
+        let after = String::from_utf8_lossy(after.unwrap_or_default()).into_owned();
+        self.database.run(move |db| list(db, &prefix, &after)).await
     }
 }
 
@@ -242,15 +248,39 @@ fn delete(db: &mut Connection, claim: &Claim) -> rusqlite::Result<usize> {
 fn holder(db: &mut Connection, key: &Key) -> rusqlite::Result<Option<Holder>> {
     let sql = "SELECT claim, owner, label, token, until - ?3 FROM locks \
                WHERE key = ?1 AND boot = ?2 AND until > ?3";
-    db.query_row(sql, params![key.as_str(), boot(), now()], |row| {
-        let mut holder = Holder::new(row.get::<_, String>(0)?);
-        holder.owner = row.get(1)?;
-        holder.label = row.get(2)?;
-        holder.token = Some(Token::new(row.get(3)?));
-        holder.remaining = Some(Duration::from_nanos(row.get(4)?));
-        Ok(holder)
-    })
-    .optional()
+    db.query_row(sql, params![key.as_str(), boot(), now()], shown)
+        .optional()
+}
+
+/// The next locks behind `after`. Waiters poll, so nobody knows how many there are.
+fn list(db: &mut Connection, prefix: &str, after: &str) -> rusqlite::Result<Page> {
+    const PAGE: usize = 500;
+    // In bytes: SQLite's own ends of a text are those of C.
+    let sql = "SELECT claim, owner, label, token, until - ?3, key FROM locks \
+               WHERE key > ?1 AND boot = ?2 AND until > ?3 \
+                 AND substr(CAST(key AS BLOB), 1, length(?4)) = ?4 \
+               ORDER BY key LIMIT ?5";
+    let mut rows = db.prepare_cached(sql)?;
+    let asked = params![after, boot(), now(), prefix.as_bytes(), PAGE];
+    let locks = rows.query_map(asked, |row| {
+        let name: String = row.get(5)?;
+        let mut listed = Listed::new(Key::new(&name).ok(), name);
+        listed.holder = Some(shown(row)?);
+        Ok(listed)
+    })?;
+    let locks: Vec<Listed> = locks.collect::<Result<_, _>>()?;
+    let last = locks.last().filter(|_| locks.len() == PAGE);
+    let next = last.map(|last| last.raw.clone().into_bytes());
+    Ok(Page::new(locks, next))
+}
+
+fn shown(row: &Row<'_>) -> rusqlite::Result<Holder> {
+    let mut holder = Holder::new(row.get::<_, String>(0)?);
+    holder.owner = row.get(1)?;
+    holder.label = row.get(2)?;
+    holder.token = Some(Token::new(row.get(3)?));
+    holder.remaining = Some(Duration::from_nanos(row.get(4)?));
+    Ok(holder)
 }
 
 /// Nanoseconds since the machine was started.
