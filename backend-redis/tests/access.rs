@@ -379,7 +379,7 @@ async fn a_server_without_resp3_is_refused() {
 #[tokio::test]
 async fn a_node_of_a_cluster_is_refused() {
     leasehold_conformance::skip_without!(RedisServer::missing());
-    let server = server(["--cluster-enabled", "yes"]).await;
+    let server = server(["--cluster-enabled", "yes", "--cluster-port", "{tls_port}"]).await;
     raw(&server)
         .await
         .run("CLUSTER ADDSLOTSRANGE 0 16383")

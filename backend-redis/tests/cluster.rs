@@ -871,7 +871,9 @@ async fn what_is_no_cluster_is_refused_with_what_to_do() {
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     says(&error, "redis://");
 
-    let unmade = server(["--cluster-enabled", "yes"]).await;
+    // By itself it would take a port for the other nodes that nobody has reserved.
+    let bus = ["--cluster-port", "{tls_port}"];
+    let unmade = server(["--cluster-enabled", "yes", bus[0], bus[1]]).await;
     let url = format!("redis+cluster://127.0.0.1:{}", unmade.port());
     let error = failed(Redis::connect(url).await);
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");

@@ -30,6 +30,7 @@ impl Candidate {
     /// The kinds of stores that this build knows, with what they promise before one of them was asked.
     #[must_use]
     pub fn known() -> Vec<Self> {
+        #[allow(unused_mut, reason = "without any feature this is all")]
         let mut known = vec![kind("Memory", "memory:", Memory::GUARANTEES)];
         #[cfg(feature = "file")]
         known.push(kind(
