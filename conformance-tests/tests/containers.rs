@@ -12,6 +12,7 @@ use leasehold_conformance::fixtures::container::LABEL;
 use leasehold_conformance::fixtures::redis::Redis;
 use leasehold_conformance::fixtures::{Missing, SERVERS};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Set where this binary is to start a server, say so, and come to this end.
 const END: &str = "LEASEHOLD_TEST_CONTAINERS";
@@ -28,9 +29,9 @@ fn main() -> ExitCode {
         ("when the run is over", "return", None),
         ("after a panic", "panic", None),
         ("after an exit in the middle", "exit", None),
-        ("after Ctrl-C", "wait", Some("INT")),
-        ("after SIGTERM", "wait", Some("TERM")),
-        ("after SIGKILL", "wait", Some("KILL")),
+        ("after Ctrl-C", "wait", Some(Signal::INT)),
+        ("after SIGTERM", "wait", Some(Signal::TERM)),
+        ("after SIGKILL", "wait", Some(Signal::KILL)),
     ];
     let mut tests: Vec<_> = ends
         .into_iter()
@@ -70,7 +71,7 @@ fn start_and_end(end: &str) {
     }
 }
 
-fn nothing_is_left(end: &str, signal: Option<&str>) -> Result<Completion, Failed> {
+fn nothing_is_left(end: &str, signal: Option<Signal>) -> Result<Completion, Failed> {
     if let Some(reason) = unavailable() {
         return reason;
     }
@@ -88,9 +89,7 @@ fn nothing_is_left(end: &str, signal: Option<&str>) -> Result<Completion, Failed
         if containers_of(pid)?.is_empty() {
             return Err("there is no container with the label of its process".into());
         }
-        let pid = pid.to_string();
-        let sent = Command::new("kill").args(["-s", signal, &pid]).status()?;
-        assert!(sent.success(), "kill: {sent}");
+        kill_process(Pid::from_child(&child), signal)?;
     }
     child.wait()?;
     gone(|| containers_of(pid))

@@ -3,14 +3,19 @@
 use std::fs;
 use std::io::Read as _;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Output, Stdio};
 
 use leasehold_conformance::RULES;
+use leasehold_conformance::fixtures::certificates::Authority;
 use leasehold_conformance::fixtures::etcd::Etcd;
+use leasehold_conformance::fixtures::redis;
+use leasehold_conformance::fixtures::redis_cluster::RedisCluster;
+use leasehold_conformance::fixtures::sentinel::{SentinelGroup, ask};
 use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 use tokio::runtime::Runtime;
 
-use crate::support::{Home, RedisServer, Running, eventually, is_gone, pid, stderr, stdout};
+use crate::support::{Home, RedisServer, Running, children, eventually, is_gone, stderr, stdout};
 
 /// Rules that are quick, and that leave something on every store while they run.
 const QUICK: &str = "C1 C2 C3 c6 C16 C21 F3";
@@ -48,7 +53,7 @@ fn leaves_by_ctrl_c(home: &Home, args: &str, is_under_way: impl Fn() -> bool) {
             .stderr(Stdio::null()),
     );
     eventually("it writes something", || is_under_way().then_some(()));
-    let family = descendants(running.0.id());
+    let family = descendants(running.pid());
     assert!(!family.is_empty(), "the suite is a process of its own");
     running.signal(Signal::SIGINT);
     assert_eq!(running.end().code(), Some(130));
@@ -58,19 +63,14 @@ fn leaves_by_ctrl_c(home: &Home, args: &str, is_under_way: impl Fn() -> bool) {
         "it was not ended, but ran on: {said}"
     );
     for process in family {
-        eventually("all of it is gone", || is_gone(pid(process)).then_some(()));
+        eventually("all of it is gone", || is_gone(process).then_some(()));
     }
 }
 
-fn descendants(process: u32) -> Vec<u32> {
-    let children = Command::new("pgrep")
-        .args(["-P", &process.to_string()])
-        .output()
-        .unwrap();
-    let children = stdout(&children);
-    let children = children.lines().map(|line| line.parse().unwrap());
+fn descendants(process: Pid) -> Vec<Pid> {
+    let children = children(process).into_iter();
     children
-        .flat_map(|child: u32| [vec![child], descendants(child)].concat())
+        .flat_map(|child| [vec![child], descendants(child)].concat())
         .collect()
 }
 
@@ -143,6 +143,58 @@ pub(crate) fn redis_keeps_its_promises_and_nothing_is_left() {
     server.ask("SET lock:conformance-mine somebody");
     keeps_its_promises(&home, "C1 C7 F3");
     assert_eq!(keys(), 2);
+}
+
+pub(crate) fn redis_behind_sentinels_keeps_its_promises_and_nothing_is_left() {
+    let runtime = Runtime::new().unwrap();
+    let group = runtime.block_on(SentinelGroup::find()).unwrap();
+    keeps_its_promises_on(&runtime, &group.url(), &[group.servers()[0].port()]);
+}
+
+/// What is left lies on every master.
+pub(crate) fn a_redis_cluster_keeps_its_promises_and_nothing_is_left() {
+    let runtime = Runtime::new().unwrap();
+    let cluster = runtime.block_on(RedisCluster::find()).unwrap();
+    let masters = [0, 1, 2].map(|node| cluster.port(node));
+    keeps_its_promises_on(&runtime, &cluster.url(), &masters);
+}
+
+pub(crate) fn redis_over_tls_keeps_its_promises_and_nothing_is_left() {
+    if let Some(missing) = Authority::missing("redis") {
+        return missing.skip();
+    }
+    let authority = Authority::new().unwrap();
+    let certificate = authority.sign("server").unwrap();
+    let authority = authority.certificate().display().to_string();
+    let [certificate, key] = [certificate.certificate, certificate.key];
+    let arguments = format!(
+        "--tls-port {{tls_port}} --tls-auth-clients no --tls-cert-file {} --tls-key-file {} \
+         --tls-ca-cert-file {authority}",
+        certificate.display(),
+        key.display(),
+    );
+    let runtime = Runtime::new().unwrap();
+    let server = redis::RedisServer::start(arguments.split(' '));
+    let server = runtime.block_on(server).unwrap();
+    let port = server.tls_port();
+    let url = format!("rediss://127.0.0.1:{port}?certificate_authority={authority}");
+    keeps_its_promises_on(&runtime, &url, &[server.port()]);
+}
+
+/// The servers at `ports`, which are nobody else's, have all that the store at `url` has.
+fn keeps_its_promises_on(runtime: &Runtime, url: &str, ports: &[u16]) {
+    let keys = || {
+        let keys = ports.iter().map(|&port| {
+            let number = runtime.block_on(ask(port, "DBSIZE")).unwrap();
+            number[0].parse::<u64>().unwrap()
+        });
+        keys.collect::<Vec<_>>()
+    };
+    let home = Home::at(url);
+    keeps_its_promises(&home, QUICK);
+    assert_eq!(keys(), vec![0; ports.len()]);
+    leaves_by_ctrl_c(&home, "", || keys().iter().sum::<u64>() > 1);
+    assert_eq!(keys(), vec![0; ports.len()]);
 }
 
 pub(crate) fn etcd_keeps_its_promises_and_nothing_is_left() {

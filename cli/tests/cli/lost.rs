@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
 
 use crate::support::{
     Home, RedisServer, Running, Strays, eventually, is_gone, pause, pid_in, stderr,
@@ -155,11 +156,7 @@ pub(crate) fn a_short_silence_is_lived_through() {
 pub(crate) fn a_stopped_child_is_ended_too() {
     let home = Home::new();
     let mut family = Family::start(&home, "run k", STUBBORN);
-    let stop = Command::new("kill")
-        .args(["-STOP", &family.members.0[0].to_string()])
-        .status()
-        .unwrap();
-    assert!(stop.success());
+    kill(family.members.0[0], Signal::SIGSTOP).unwrap();
     let output = home.leasehold("break --yes k").output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(family.running.end().code(), Some(116));

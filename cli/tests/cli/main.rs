@@ -91,6 +91,9 @@ fn main() -> ExitCode {
     #[cfg(feature = "conformance")]
     let conformance_on_redis = trials![
         conformance::redis_keeps_its_promises_and_nothing_is_left,
+        conformance::redis_behind_sentinels_keeps_its_promises_and_nothing_is_left,
+        conformance::a_redis_cluster_keeps_its_promises_and_nothing_is_left,
+        conformance::redis_over_tls_keeps_its_promises_and_nothing_is_left,
         conformance::a_broken_promise_is_told,
     ];
     #[cfg(not(feature = "conformance"))]

@@ -124,7 +124,7 @@ impl Running {
     }
 
     pub(crate) fn pid(&self) -> Pid {
-        pid(self.0.id())
+        Pid::from_raw(i32::try_from(self.0.id()).unwrap())
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -317,10 +317,6 @@ impl Screen {
     }
 }
 
-pub(crate) fn pid(id: u32) -> Pid {
-    Pid::from_raw(i32::try_from(id).unwrap())
-}
-
 /// Waits until `look` finds something.
 #[track_caller]
 pub(crate) fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
@@ -351,20 +347,33 @@ pub(crate) fn pid_in(path: &Path) -> Pid {
 
 /// Whether the process runs no more; one that its parent has not yet noticed counts as gone.
 pub(crate) fn is_gone(process: Pid) -> bool {
-    match fs::read_to_string(format!("/proc/{process}/stat")) {
-        Ok(stat) => stat
-            .rsplit_once(") ")
-            .is_some_and(|(_, rest)| rest.starts_with(['Z', 'X'])),
-        Err(_) => kill(process, None) == Err(Errno::ESRCH),
+    match stat(process) {
+        Some((state, _)) => ['Z', 'X'].contains(&state),
+        None => kill(process, None) == Err(Errno::ESRCH),
     }
 }
 
 /// Whether the process is stopped.
 pub(crate) fn is_stopped(process: Pid) -> bool {
-    fs::read_to_string(format!("/proc/{process}/stat")).is_ok_and(|stat| {
-        stat.rsplit_once(") ")
-            .is_some_and(|(_, rest)| rest.starts_with('T'))
-    })
+    stat(process).is_some_and(|(state, _)| state == 'T')
+}
+
+/// The processes that this one has started.
+pub(crate) fn children(process: Pid) -> Vec<Pid> {
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    let all = all.filter_map(|it| it.file_name().to_str()?.parse().ok());
+    let all = all.map(Pid::from_raw);
+    all.filter(|&it| stat(it).is_some_and(|(_, parent)| parent == process))
+        .collect()
+}
+
+/// The state of a process and its parent.
+fn stat(process: Pid) -> Option<(char, Pid)> {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    let (_, rest) = stat.rsplit_once(") ")?;
+    let mut rest = rest.split(' ');
+    let state = rest.next()?.chars().next()?;
+    Some((state, Pid::from_raw(rest.next()?.parse().ok()?)))
 }
 
 pub(crate) fn stdout(output: &Output) -> String {
