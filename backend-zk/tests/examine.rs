@@ -4,11 +4,12 @@ mod support;
 
 use std::io::Write as _;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use leasehold_conformance::fixtures::zookeeper::ZooKeeperEnsemble;
 use leasehold_core::{Backend as _, Examination, Locks, Severity};
-use support::{LONG, client, run};
+use support::{LONG, SOON, client, run, within};
 
 fn main() -> ExitCode {
     support::main(
@@ -19,6 +20,9 @@ fn main() -> ExitCode {
             }),
             ("three_servers_are_as_they_should_be", || {
                 run(three_servers())
+            }),
+            ("a_server_without_the_others_does_not_serve", || {
+                run(server_cut_off())
             }),
             ("an_ensemble_that_may_not_be_asked_is_said", || {
                 run(ensemble_not_asked())
@@ -87,6 +91,33 @@ async fn three_servers() -> anyhow::Result<()> {
             .what
             .contains(&servers.server(follower))
     );
+    Ok(())
+}
+
+/// It lives, and serves nobody: it has lost its leader.
+async fn server_cut_off() -> anyhow::Result<()> {
+    let servers = ZooKeeperEnsemble::start_with_links(3, "4lw.commands.whitelist=srvr").await?;
+    let follower = (servers.leader().await? + 1) % 3;
+    let locks = Locks::new(client(&servers.servers()).await?).with_ttl(LONG);
+    servers.cut_off(follower, true);
+    let noticed = async {
+        loop {
+            match locks.examine().await {
+                Ok(examination) if !examination.findings.is_empty() => {
+                    return anyhow::Ok(examination);
+                }
+                // It may be the one that was asked.
+                Err(error) if !error.is_transient() => return Err(error.into()),
+                _ => {}
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    let examination = within(SOON, "it loses its leader", noticed).await??;
+    let expected = [(Severity::Warning, "server-not-serving")];
+    ensure!(found(&examination) == expected, "{examination:?}");
+    let what = &examination.findings[0].what;
+    ensure!(what.contains(&servers.server(follower)), "{what}");
     Ok(())
 }
 

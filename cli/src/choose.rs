@@ -85,6 +85,8 @@ impl ChooseArgs {
 /// A store, and what it was found to be.
 struct Judged {
     name: String,
+    /// The URL of such a store.
+    form: String,
     guarantees: Option<Guarantees>,
     needs: Vec<(Need, Judgement)>,
     error: Option<Error>,
@@ -96,12 +98,14 @@ impl Judged {
             guarantees: Some(candidate.guarantees),
             needs: needs.iter().map(|&it| (it, candidate.judge(it))).collect(),
             name: candidate.name,
+            form: candidate.form,
             error: None,
         }
     }
 
     fn failed(name: String, error: Error) -> Self {
         Self {
+            form: name.clone(),
             name,
             guarantees: None,
             needs: Vec::new(),
@@ -129,7 +133,11 @@ impl Judged {
             (true, true) => format!(" {GOOD}does all{GOOD:#}"),
             (true, false) => format!(" {BAD}lacks something{BAD:#}"),
         };
-        let mut text = format!("{BOLD}{name}{BOLD:#}{all}\n");
+        let form = match &self.form {
+            form if *form == self.name => String::new(),
+            form => format!("  {form}"),
+        };
+        let mut text = format!("{BOLD}{name}{BOLD:#}{form}{all}\n");
         for (need, Judgement { answer, reason, .. }) in &self.needs {
             let style = match answer {
                 Answer::Yes => GOOD,
@@ -162,6 +170,7 @@ impl Judged {
             .collect();
         json!({
             "store": self.name,
+            "url": self.form,
             "does_all": self.does_all(),
             "error": self.error.as_ref().map(ToString::to_string),
             "guarantees": self.guarantees.as_ref().map(guarantees_as_json),

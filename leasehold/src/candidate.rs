@@ -42,6 +42,16 @@ impl Candidate {
         known.extend([
             kind("Redis", "redis://host", leasehold_redis::Redis::GUARANTEES),
             kind(
+                "Redis behind Sentinel",
+                "redis+sentinel://host,host,host/master",
+                leasehold_redis::Redis::GUARANTEES,
+            ),
+            kind(
+                "Redis Cluster",
+                "redis+cluster://host,host,host",
+                leasehold_redis::Redis::GUARANTEES,
+            ),
+            kind(
                 "Redlock",
                 "redlock://host,host,host",
                 leasehold_redis::Redlock::GUARANTEES,

@@ -125,6 +125,8 @@ fn every_kind_is_judged_on_every_need() {
         ("Memory", [no, no, no, yes, yes, yes]),
         ("File", [no, no, yes, no, no, no]),
         ("Redis", [no, no, no, yes, yes, yes]),
+        ("Redis behind Sentinel", [no, no, no, yes, yes, yes]),
+        ("Redis Cluster", [no, no, no, yes, yes, yes]),
         ("Redlock", [yes, no, no, no, yes, yes]),
         ("etcd", [depends, yes, yes, yes, yes, yes]),
         ("ZooKeeper", [depends, yes, yes, yes, yes, yes]),

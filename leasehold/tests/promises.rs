@@ -28,6 +28,16 @@ fn backends() -> Vec<(&'static str, Option<&'static str>, Guarantees)> {
         ("File", Some("backend-file/README.md"), Folder::GUARANTEES),
         ("Redis", Some("backend-redis/README.md"), Redis::GUARANTEES),
         (
+            "Redis behind Sentinel",
+            Some("backend-redis/README.md"),
+            Redis::GUARANTEES,
+        ),
+        (
+            "Redis Cluster",
+            Some("backend-redis/README.md"),
+            Redis::GUARANTEES,
+        ),
+        (
             "Redlock",
             Some("backend-redis/REDLOCK.md"),
             Redlock::GUARANTEES,

@@ -21,6 +21,7 @@ pub(crate) const TESTS: &[Test] = &[
         "examined: a member without the others is in trouble",
         majority_down
     ),
+    test!("examined: nobody is left to ask", all_down),
     test!("examined: a full database is warned of", database_full),
     test!("examined: corrupt data is a danger", data_corrupt),
     test!(
@@ -120,6 +121,16 @@ async fn majority_down() -> anyhow::Result<()> {
     let found = examination.findings.iter().find(|it| trouble(it));
     let what = &found.context("its trouble")?.what;
     ensure!(what.contains(&servers.endpoint(0)), "{what}");
+    Ok(())
+}
+
+async fn all_down() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    let locks = Locks::new(at(&servers.endpoints()).await?);
+    servers.member(0).kill();
+    let examination = locks.examine().await?;
+    let expected = ["members-unknown", "member-down"];
+    ensure!(ids(&examination) == expected, "{examination:?}");
     Ok(())
 }
 

@@ -1,9 +1,12 @@
 //! `choose` and `doctor`.
 
+use std::fs;
+use std::path::PathBuf;
 use std::process::Output;
 use std::time::Instant;
 
 use leasehold_conformance::fixtures::Missing;
+use leasehold_conformance::fixtures::etcd::Etcd;
 use leasehold_conformance::fixtures::postgres::{PgBouncer, PostgresServer};
 use serde_json::Value;
 use tokio::runtime::Runtime;
@@ -23,7 +26,7 @@ pub(crate) fn choose_shows_every_kind_of_store() {
     let text = stdout(&output);
     for part in [
         "Memory",
-        "File",
+        "File  file:/folder",
         "survives the loss of a node",
         "first come, first served",
     ] {
@@ -46,6 +49,7 @@ pub(crate) fn choose_says_which_do_what_is_needed() {
     assert_eq!(code, Some(0), "memory does");
     let [file, memory] = [&said["stores"][0], &said["stores"][1]];
     assert_eq!(file["store"], folder);
+    assert_eq!(file["url"], folder);
     assert_eq!(file["does_all"], false);
     assert_eq!(file["needs"][0]["need"], "order");
     assert_eq!(file["needs"][0]["answer"], "no");
@@ -143,6 +147,52 @@ pub(crate) fn doctor_says_why_a_store_is_not_reached() {
     );
     let all = stdout(&output) + &stderr(&output);
     assert!(!all.contains("hunter2"), "{all}");
+}
+
+/// The clock that is off is this command's: a server's own cannot be turned here.
+pub(crate) fn doctor_warns_of_a_clock_that_is_off() {
+    let Some(library) = fake_clock() else {
+        return Missing::new("libfaketime", "it is not installed").skip();
+    };
+    let server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
+    let home = Home::with(&server);
+    let mut doctor = home.leasehold("doctor --json");
+    let doctor = doctor
+        .env("LD_PRELOAD", library)
+        .env("FAKETIME", "-10m")
+        .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+    let output = doctor.output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let said = json(&output);
+    assert_eq!(said["findings"][0]["id"], "clock-difference", "{said}");
+    assert_eq!(said["findings"].as_array().unwrap().len(), 1, "{said}");
+    let ahead = said["servers"][0]["clock_ahead_ms"].as_i64().unwrap();
+    assert!((540_000..660_000).contains(&ahead), "{ahead} ms");
+}
+
+/// Debian has it in a folder for each architecture.
+fn fake_clock() -> Option<PathBuf> {
+    let folders = fs::read_dir("/usr/lib").ok()?.flatten();
+    let mut libraries = folders.map(|it| it.path().join("faketime/libfaketime.so.1"));
+    libraries.find(|it| it.exists())
+}
+
+pub(crate) fn doctor_warns_of_a_ttl_that_the_store_does_not_keep() {
+    let cluster = match Runtime::new().unwrap().block_on(Etcd::find(1)) {
+        Ok(cluster) => cluster,
+        Err(missing) => return missing.skip(),
+    };
+    let home = Home::new();
+    let found = |ttl: &str| {
+        let url = format!("etcd://{}?ttl={ttl}", cluster.endpoints());
+        let output = home.leasehold(&format!("doctor --json --url {url}"));
+        let said = json(&{ output }.output().unwrap());
+        let findings = said["findings"].as_array().unwrap().iter();
+        let ids = findings.map(|it| it["id"].as_str().unwrap().to_owned());
+        ids.collect::<Vec<_>>()
+    };
+    assert_eq!(found("1s"), ["too-few-members", "short-ttl"]);
+    assert_eq!(found("2s"), ["too-few-members"]);
 }
 
 /// What `doctor` ends with and says of the store at this URL, in which the password is hunter2.

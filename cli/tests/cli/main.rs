@@ -43,6 +43,7 @@ fn main() -> ExitCode {
         judging::choose_says_which_do_what_is_needed,
         judging::doctor_has_nothing_against_the_default_store,
         judging::doctor_says_what_makes_postgresql_unusable,
+        judging::doctor_warns_of_a_ttl_that_the_store_does_not_keep,
         judging::doctor_says_why_a_store_is_not_reached,
         listing::ls_lists_what_is_held,
         listing::ls_says_where_names_are_not_known,
@@ -100,6 +101,7 @@ fn main() -> ExitCode {
     let conformance_on_redis = Vec::new();
     let on_redis = trials![
         judging::doctor_examines_redis,
+        judging::doctor_warns_of_a_clock_that_is_off,
         judging::doctor_says_what_makes_redis_unusable,
         listing::ls_lists_who_waits_on_redis,
         listing::ls_says_which_right_it_needs_on_redis,

@@ -33,7 +33,8 @@
 //! A blocked thread cannot drive other tasks, so calls that block fail with
 //! [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) inside a task of tokio: use
 //! [`leasehold::open`](crate::open()) and the async [`leasehold::Locks`](crate::Locks) there, or call them
-//! in `tokio::task::spawn_blocking`. Whatever only looks, such as [`Guard::is_held`], works everywhere,
+//! in `tokio::task::spawn_blocking`. (What runs in `tokio::task::unconstrained` is not recognised: there
+//! they block.) Whatever only looks, such as [`Guard::is_held`], works everywhere,
 //! and everything here may be dropped everywhere.
 
 mod guard;
