@@ -1,6 +1,7 @@
 use std::fmt::Write as _;
 
 use leasehold_core::Key;
+use percent_encoding::percent_decode_str;
 use uuid::Uuid;
 
 /// What the sequence number of a node of ours follows, as Curator's mutex names it.
@@ -31,18 +32,8 @@ pub(crate) fn node(key: &Key) -> String {
 
 /// The key that has this name; `None` if none is written so.
 pub(crate) fn key(name: &str) -> Option<Key> {
-    let mut bytes = Vec::with_capacity(name.len());
-    let mut rest = name.bytes();
-    while let Some(byte) = rest.next() {
-        if byte == b'%' {
-            let high = char::from(rest.next()?).to_digit(16)?;
-            let low = char::from(rest.next()?).to_digit(16)?;
-            bytes.push(u8::try_from(high * 16 + low).ok()?);
-        } else {
-            bytes.push(byte);
-        }
-    }
-    let key = Key::new(String::from_utf8(bytes).ok()?).ok()?;
+    let key = percent_decode_str(name).decode_utf8().ok()?;
+    let key = Key::new(&*key).ok()?;
     (node(&key) == name).then_some(key)
 }
 
