@@ -321,16 +321,17 @@ impl Kept {
     /// `close`: `lost` fires, then the lock is released, and that is awaited.
     pub(crate) async fn close(self: Arc<Self>) -> Result<()> {
         let patience = self.validity.remaining().min(self.ttl);
+        // Once the lock has ended nothing is left to be released, however long a request may take.
+        let longest = patience + self.request_limit.min(self.ttl);
+        let late = |_elapsed| no_answer(longest);
         if !self.begin_release() {
-            let patience = patience + self.request_limit;
-            return timeout(patience, self.over())
-                .await
-                .map_err(|_elapsed| no_answer(patience));
+            return timeout(longest, self.over()).await.map_err(late);
         }
         self.slot().closing = Some((Moment::now(), patience));
         self.validity.end();
         let _rest = Rest(Some(self.clone()));
-        match self.clone().drive(Box::pin(self.clone().attempt())).await {
+        let releasing = self.clone().drive(Box::pin(self.clone().attempt()));
+        match timeout(longest, releasing).await.map_err(late)? {
             Err(error) if error.kind() == ErrorKind::Lost => Ok(()),
             answer => answer,
         }
