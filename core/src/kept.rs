@@ -406,7 +406,7 @@ impl Kept {
     }
 
     fn release_in_background(self: &Arc<Self>, begun: Attempt) {
-        match self.runtime() {
+        match self.background() {
             Some(runtime) => {
                 let rest = GivenUp(self.clone());
                 drop(runtime.spawn(async move {
@@ -464,13 +464,22 @@ impl Kept {
         self.changed.notify_waiters();
     }
 
-    /// The runtime of the acquire; where that is gone, the one of this call.
+    /// The runtime to enter here, if that is possible.
     fn runtime(&self) -> Option<Handle> {
         match Handle::try_current() {
             // The thread is ending: entering a runtime would panic.
             Err(error) if error.is_thread_local_destroyed() => None,
-            current if self.keeper.is_dead() => current.ok(),
-            _ => Some(self.keeper.runtime().clone()),
+            _ => self.background(),
+        }
+    }
+
+    /// The runtime of the acquire; where that is gone, the one of this call. A thread that is ending can
+    /// still hand something on to it.
+    fn background(&self) -> Option<Handle> {
+        if self.keeper.is_dead() {
+            Handle::try_current().ok()
+        } else {
+            Some(self.keeper.runtime().clone())
         }
     }
 
