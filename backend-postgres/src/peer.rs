@@ -118,7 +118,9 @@ impl Known {
         let mut text = format!("held {token} {since} {remaining} {owner}");
         if let Some(label) = &self.label {
             text.push(' ');
-            text.extend(label.chars().take(LONGEST_LABEL));
+            // The server has no text with a zero in it.
+            let shown = |c| if c == '\0' { '\u{fffd}' } else { c };
+            text.extend(label.chars().take(LONGEST_LABEL).map(shown));
         }
         text
     }

@@ -42,6 +42,9 @@ struct Ask {
     answer: oneshot::Sender<Result<(Moment, Answer)>>,
 }
 
+/// No WAIT is longer: the server adds its clock to it, and the sum has to fit.
+const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// How many renewals share a `WAIT`.
 const MOST: usize = 128;
 /// How much longer than its `WAIT` an answer may take.
@@ -129,6 +132,7 @@ async fn run(client: Weak<Client>, wanted: usize, mut asks: mpsc::UnboundedRecei
         let Some(limit) = batch.iter().map(|ask| ask.limit).max() else {
             continue;
         };
+        let limit = limit.min(LONGEST);
         let cmds: Vec<&Cmd> = batch.iter().map(|ask| &ask.cmd).collect();
         let asking = confirm(&client, &mut apart, &cmds, wanted, limit);
         // The next one is opened, to whoever is the master then, if this one is silent.

@@ -676,6 +676,17 @@ async fn many_share_a_wait_and_a_cancelled_one_leaves_nothing() {
     }
 }
 
+/// A client that gives its requests all the time there is.
+#[tokio::test]
+async fn replicas_are_waited_for_without_a_limit_too() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let group = group().await;
+    let redis = confirmed(&group, 1).await;
+    let mut patient = claim("a", LONG);
+    patient.request_limit = Duration::MAX;
+    granted(&redis, &patient).await.release().await.unwrap();
+}
+
 /// `SCRIPT FLUSH` is not noticed on the connection that waits for replicas either (case 6).
 #[tokio::test]
 async fn forgotten_scripts_are_loaded_again_there_too() {

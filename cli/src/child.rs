@@ -7,6 +7,7 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
@@ -46,6 +47,7 @@ impl Child {
         env: impl IntoIterator<Item = (&'static str, String)>,
         with_terminal: bool,
     ) -> io::Result<Self> {
+        keep_statuses()?;
         adopt_orphans();
         let started = launch::command(command, with_terminal)?.envs(env).spawn()?;
         let group = Pid::from_raw(
@@ -127,6 +129,12 @@ fn report(process: Pid, sender: &mpsc::UnboundedSender<Event>) {
             return;
         }
     }
+}
+
+/// Whoever ignores CHLD, or is started so, is not told how its children ended. A handler for it stays, and
+/// does not go on to the command.
+fn keep_statuses() -> io::Result<()> {
+    signal(SignalKind::child()).map(drop)
 }
 
 #[cfg(target_os = "linux")]

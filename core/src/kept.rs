@@ -321,16 +321,17 @@ impl Kept {
     /// `close`: `lost` fires, then the lock is released, and that is awaited.
     pub(crate) async fn close(self: Arc<Self>) -> Result<()> {
         let patience = self.validity.remaining().min(self.ttl);
+        // Once the lock has ended nothing is left to be released, however long a request may take.
+        let longest = patience + self.request_limit.min(self.ttl);
+        let late = |_elapsed| no_answer(longest);
         if !self.begin_release() {
-            let patience = patience + self.request_limit;
-            return timeout(patience, self.over())
-                .await
-                .map_err(|_elapsed| no_answer(patience));
+            return timeout(longest, self.over()).await.map_err(late);
         }
         self.slot().closing = Some((Moment::now(), patience));
         self.validity.end();
         let _rest = Rest(Some(self.clone()));
-        match self.clone().drive(Box::pin(self.clone().attempt())).await {
+        let releasing = self.clone().drive(Box::pin(self.clone().attempt()));
+        match timeout(longest, releasing).await.map_err(late)? {
             Err(error) if error.kind() == ErrorKind::Lost => Ok(()),
             answer => answer,
         }
@@ -405,7 +406,7 @@ impl Kept {
     }
 
     fn release_in_background(self: &Arc<Self>, begun: Attempt) {
-        match self.runtime() {
+        match self.background() {
             Some(runtime) => {
                 let rest = GivenUp(self.clone());
                 drop(runtime.spawn(async move {
@@ -463,13 +464,22 @@ impl Kept {
         self.changed.notify_waiters();
     }
 
-    /// The runtime of the acquire; where that is gone, the one of this call.
+    /// The runtime to enter here, if that is possible.
     fn runtime(&self) -> Option<Handle> {
         match Handle::try_current() {
             // The thread is ending: entering a runtime would panic.
             Err(error) if error.is_thread_local_destroyed() => None,
-            current if self.keeper.is_dead() => current.ok(),
-            _ => Some(self.keeper.runtime().clone()),
+            _ => self.background(),
+        }
+    }
+
+    /// The runtime of the acquire; where that is gone, the one of this call. A thread that is ending can
+    /// still hand something on to it.
+    fn background(&self) -> Option<Handle> {
+        if self.keeper.is_dead() {
+            Handle::try_current().ok()
+        } else {
+            Some(self.keeper.runtime().clone())
         }
     }
 

@@ -545,12 +545,11 @@ impl Shared {
                 let _task = releases.spawn(kept.close());
             }
         }
-        // One that panicked is abandoned like one that is dropped.
-        let mut outcome = releases
-            .join_all()
-            .await
-            .into_iter()
-            .fold(Ok(()), Result::and);
+        let mut outcome = Ok(());
+        while let Some(release) = releases.join_next().await {
+            // One that panicked is abandoned like one that is dropped.
+            outcome = outcome.and(release.unwrap_or(Ok(())));
+        }
         for keeper in &keepers {
             keeper.close();
         }

@@ -67,6 +67,7 @@ fn main() -> ExitCode {
         signals::case_29_leaves_at_once_while_waiting,
         signals::case_29_passes_signals_on_while_running,
         signals::what_was_ignored_at_the_start_stays_ignored,
+        signals::the_code_comes_back_though_the_ends_of_children_were_ignored,
         signals::a_death_by_signal_comes_back_as_a_shell_tells_it,
         signals::stop_and_continuation_are_passed_on,
         signals::a_killed_run_takes_its_child_along,

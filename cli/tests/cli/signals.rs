@@ -150,6 +150,17 @@ pub(crate) fn what_was_ignored_at_the_start_stays_ignored() {
     assert!(shell.end().success());
 }
 
+/// Then the kernel tells nobody how a child has ended.
+pub(crate) fn the_code_comes_back_though_the_ends_of_children_were_ignored() {
+    let home = Home::new();
+    let mut command = home.program("env");
+    command.args(["--ignore-signal=CHLD", env!("CARGO_BIN_EXE_leasehold")]);
+    // The command itself hears of its children again: 17 is the number of CHLD.
+    let script = "grep -q '^SigIgn:.*0....$' /proc/self/status && exit 7";
+    command.args(["run", "k", "--", "sh", "-c", script]);
+    assert_eq!(shell_code(command.status().unwrap()), 7);
+}
+
 pub(crate) fn a_death_by_signal_comes_back_as_a_shell_tells_it() {
     let home = Home::new();
     for signal in [

@@ -79,3 +79,28 @@ async fn a_close_that_is_dropped_goes_on_in_the_background() {
     assert!(others.with_wait(TTL / 2).lock("a").await.is_ok());
     locks.close().await.unwrap();
 }
+
+#[tokio::test(start_paused = true)]
+async fn closing_keeps_its_time_where_requests_have_all_the_time() {
+    for is_held in [true, false] {
+        let store = Faulty::default();
+        let locks = Locks::new(store.clone()).with_ttl(TTL);
+        store.script.releases(&[Fault::Silence; 1000]);
+        let patient = locks.with_request_limit(Duration::MAX);
+        let _held = patient.lock("a").await.ok().filter(|_guard| is_held);
+        let closing = timeout(TTL * 2, locks.close()).await.expect("bounded");
+        assert_eq!(closing.unwrap_err().kind(), ErrorKind::Unavailable);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_that_panics_does_not_end_the_close() {
+    let store = Faulty::default();
+    let locks = Locks::new(store.clone()).with_ttl(TTL);
+    store.script.releases(&[Fault::Panic]);
+    let _guards = locks.lock_all(["a", "b"]).await.unwrap();
+    locks.close().await.unwrap();
+    let others = Locks::new(store.memory);
+    let both = others.with_wait(TTL).lock_all(["a", "b"]).await;
+    assert!(both.is_ok());
+}

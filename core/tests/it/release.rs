@@ -173,16 +173,24 @@ fn a_runtime_that_ends_with_guards_in_its_tasks_does_not_panic() {
 }
 
 #[test]
-fn a_guard_in_a_thread_local_is_dropped_without_panic() {
+fn a_guard_in_a_thread_local_is_released_without_panic() {
     thread_local! {
         static GUARD: std::cell::RefCell<Option<Guard>> = const { std::cell::RefCell::new(None) };
     }
-    let (_store, locks) = store();
+    let (store, locks) = store();
     let runtime = runtime();
-    let guard = locked_in(&runtime, &locks);
-    std::thread::spawn(move || GUARD.set(Some(guard)))
-        .join()
-        .unwrap();
+    for tokio_is_gone_first in [false, true] {
+        let guard = locked_in(&runtime, &locks);
+        let ending = std::thread::spawn(move || {
+            GUARD.set(Some(guard));
+            if tokio_is_gone_first {
+                // What a thread used last it destroys first.
+                drop(tokio::runtime::Handle::try_current());
+            }
+        });
+        ending.join().unwrap();
+        runtime.block_on(becomes_free(&store));
+    }
 }
 
 #[test]

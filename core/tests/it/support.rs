@@ -19,6 +19,8 @@ pub(crate) enum Fault {
     ReplyLost,
     /// It never reaches the store, and no answer comes.
     Silence,
+    /// The backend has a fault.
+    Panic,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -139,6 +141,7 @@ async fn answer(fault: Option<Fault>) -> Result<()> {
     match fault {
         None => Ok(()),
         Some(Fault::Refused) => Err(Error::new(ErrorKind::Unavailable, "refused")),
+        Some(Fault::Panic) => panic!("as it was told"),
         Some(Fault::ReplyLost | Fault::Silence) => std::future::pending().await,
     }
 }
