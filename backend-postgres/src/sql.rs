@@ -138,6 +138,12 @@ impl Sql {
     /// client has seen do not fall back with it. This one transaction is flushed to disk, but waits
     /// for no standby.
     ///
+    /// The clock is the floor that all share, so tokens must not run ahead of it: a stranger at a
+    /// standby that lacks the last sessions knows nothing else. They stay below the clock and a second,
+    /// for fewer are granted in a second than it has µs, and each session lifts them by no more than
+    /// what others may be granted meanwhile. (By a second each, a burst of sessions took them that many
+    /// seconds ahead, and after a failover they fell.)
+    ///
     /// And lets it listen to [operators](crate::peer), and show that it does; a shared session takes
     /// its [reserve](Reserve) too.
     pub(crate) fn begin(&self, pid: i32, seen: i64, reserve: Option<Reserve>) -> SqlStr {
@@ -145,8 +151,8 @@ impl Sql {
         AssertSqlSafe(format!(
             "BEGIN; SET LOCAL synchronous_commit = local; SET LOCAL lock_timeout = '5s'; \
              SELECT pg_advisory_xact_lock({}); \
-             SELECT setval({}, greatest(last_value, {seen}, \
-               (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) + 1000000) FROM {sequence}; \
+             SELECT setval({}, greatest(last_value + 100000, {seen} + 100000, \
+               (extract(epoch FROM clock_timestamp()) * 1000000)::bigint + 1000000)) FROM {sequence}; \
              COMMIT; LISTEN {}; SELECT pg_advisory_lock_shared({}); {}",
             lifting(),
             literal(sequence),

@@ -355,6 +355,27 @@ async fn tokens_rise_across_a_crash_and_a_promotion() {
     );
 }
 
+/// At a standby that lacks the last sessions the clock is all that a stranger knows of their tokens.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_burst_of_sessions_takes_tokens_ahead_of_the_clock_by_seconds_at_most() {
+    const SESSIONS: usize = 50;
+    let server = server!();
+    let mut psql = foreign(&server).await;
+    for _ in 0..SESSIONS {
+        let one = locks(&server).await;
+        one.lock("job").await.unwrap().release().await.unwrap();
+        one.close().await.unwrap();
+    }
+    let guard = locks(&server).await.lock("job").await.unwrap();
+    let clock: i64 = ask(
+        &mut psql,
+        "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint",
+    )
+    .await;
+    let ahead = i64::try_from(guard.token().get()).unwrap() - clock;
+    assert!(ahead < 10_000_000, "{ahead} µs");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_rise_through_a_thousand_grants_however_they_end() {
     const CYCLES: u32 = 1000;
