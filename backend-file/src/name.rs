@@ -19,7 +19,6 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use leasehold_core::Key;
-use percent_encoding::percent_decode_str;
 use sha2::{Digest as _, Sha256};
 
 /// Longest escaped name that is used as it is.
@@ -88,8 +87,18 @@ fn stem(key: &str) -> String {
 
 /// `text` with each `%xx` as the byte that it stands for; `None` if that is no text.
 pub(crate) fn unescape(text: &str) -> Option<String> {
-    let text = percent_decode_str(text).decode_utf8().ok()?;
-    Some(text.into_owned())
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte == b'%' {
+            let high = char::from(rest.next()?).to_digit(16)?;
+            let low = char::from(rest.next()?).to_digit(16)?;
+            bytes.push(u8::try_from(high * 16 + low).ok()?);
+        } else {
+            bytes.push(byte);
+        }
+    }
+    String::from_utf8(bytes).ok()
 }
 
 /// `%` and the byte in hex.
