@@ -199,6 +199,14 @@ fn explain(error: &rustls::Error) -> String {
             "the server does not accept who we are: show a certificate that its authority signed \
              (with_client_certificate; in a URL client_certificate=FILE&client_key=FILE)"
         }
+        // What a server answers that shares no version or cipher with us; and, where it asks for a
+        // certificate and is shown none, may answer up to TLS 1.2 (RFC 5246, section 7.4.6).
+        rustls::Error::AlertReceived(AlertDescription::HandshakeFailure) => {
+            "the server wants a certificate of us, or shares no version or cipher of TLS with us: show a \
+             certificate that its authority signed (with_client_certificate; in a URL \
+             client_certificate=FILE&client_key=FILE), or see to its ssl.enabledProtocols and \
+             ssl.ciphersuites"
+        }
         rustls::Error::InvalidMessage(_) => {
             "what answers there does not speak TLS: name the servers' secureClientPort, or begin the \
              URL with zk://"

@@ -176,6 +176,15 @@ async fn refused() -> anyhow::Result<()> {
         "{error}"
     );
 
+    // Its certificate is of another kind than the only cipher it may use.
+    let tls = ZooKeeperEnsemble::with_tls(ours, &ours.sign("alien")?);
+    let more = "ssl.protocol=TLSv1.2\nssl.enabledProtocols=TLSv1.2\n\
+                ssl.ciphersuites=TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256\n";
+    let ensemble = ZooKeeperEnsemble::start(1, &format!("{tls}{more}")).await?;
+    let error = failed(with(&ensemble.secure_server(0), ours, Some(client))?).await?;
+    ensure!(error.kind() == ErrorKind::Other, "{error:?}");
+    ensure!(error.to_string().contains("ssl.ciphersuites"), "{error}");
+
     // One that is for another host, and a name that no certificate could have.
     let elsewhere = ours.sign_for("elsewhere", "DNS:elsewhere.example")?;
     let tls = ZooKeeperEnsemble::with_tls(ours, &elsewhere);
