@@ -1,5 +1,6 @@
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fmt;
+use std::hash::Hash;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
@@ -14,7 +15,8 @@ use tokio::time::{Sleep, sleep};
 /// 1. *Alone.* While fewer than a given number of requests are under way, a call goes straight, as a
 ///    request of its own: nobody waits for company.
 /// 2. *Together.* The calls that come while so many are under way collect, in order. As soon as one of
-///    those requests has ended, however that was, they leave as one request, as many as fit.
+///    those requests has ended, however that was, they leave as one request, as many as fit; where the
+///    store needs it, [no two on one key](Self::by_key).
 /// 3. *In order.* No call leaves before one that came earlier, also where two requests are under way or
 ///    two threads are at it: whoever hands a request on has handed it on before the next may go. (Else
 ///    the withdrawal of a claim might overtake the claim.)
@@ -31,7 +33,8 @@ pub struct Gather<C, A>(Arc<Shared<C, A>>);
 
 struct Shared<C, A> {
     most_requests: usize,
-    most_calls: usize,
+    /// How many of those that have collected leave as one, from the first on: one at least.
+    fit: Box<dyn Fn(&Collected<C, A>) -> usize + Send + Sync>,
     queue: Mutex<Queue<C, A>>,
     send: Box<dyn Fn(Batch<C, A>) + Send + Sync>,
 }
@@ -40,8 +43,10 @@ struct Queue<C, A> {
     under_way: usize,
     /// Somebody is handing a request on: all others queue.
     handing_on: bool,
-    calls: VecDeque<(C, oneshot::Sender<A>)>,
+    calls: Collected<C, A>,
 }
+
+type Collected<C, A> = VecDeque<(C, oneshot::Sender<A>)>;
 
 /// How a call travels.
 #[derive(Debug)]
@@ -90,9 +95,35 @@ impl<C, A> Gather<C, A> {
         most_calls: usize,
         send: impl Fn(Batch<C, A>) + Send + Sync + 'static,
     ) -> Self {
+        let fit = move |calls: &Collected<C, A>| calls.len().min(most_calls);
+        Self::with(most_requests, fit, send)
+    }
+
+    /// The same for stores that judge the calls of a request against what was there before all of them:
+    /// two claims on one key would both be granted. A request ends before a call on a key that it has
+    /// already.
+    pub fn by_key<K: Eq + Hash + ?Sized>(
+        most_requests: usize,
+        most_calls: usize,
+        key: impl Fn(&C) -> &K + Send + Sync + 'static,
+        send: impl Fn(Batch<C, A>) + Send + Sync + 'static,
+    ) -> Self {
+        let fit = move |calls: &Collected<C, A>| {
+            let mut keys = HashSet::new();
+            let apart = calls.iter().take(most_calls);
+            apart.take_while(|(call, _)| keys.insert(key(call))).count()
+        };
+        Self::with(most_requests, fit, send)
+    }
+
+    fn with(
+        most_requests: usize,
+        fit: impl Fn(&Collected<C, A>) -> usize + Send + Sync + 'static,
+        send: impl Fn(Batch<C, A>) + Send + Sync + 'static,
+    ) -> Self {
         Self(Arc::new(Shared {
             most_requests,
-            most_calls,
+            fit: Box::new(fit),
             queue: Mutex::new(Queue {
                 under_way: 0,
                 handing_on: false,
@@ -130,7 +161,7 @@ impl<C, A> Shared<C, A> {
                 }
                 queue.handing_on = true;
                 queue.under_way += 1;
-                let fit = queue.calls.len().min(self.most_calls);
+                let fit = (self.fit)(&queue.calls);
                 queue.calls.drain(..fit).collect()
             };
             let handed_on = HandedOn(self);
@@ -295,6 +326,32 @@ mod tests {
         // The batch was dropped unanswered.
         assert_eq!(last.await, None);
         drop(alone(gather.enter(|| 8)));
+    }
+
+    #[tokio::test]
+    async fn a_request_ends_before_a_key_that_it_has_already() {
+        let (sender, sent) = mpsc::channel();
+        let send = move |batch: Batch<(&str, u32), u32>| {
+            drop(sender.send(batch.calls.iter().map(|(_, n)| *n).collect::<Vec<_>>()));
+        };
+        let gather = Gather::by_key(1, 3, |(key, _)| *key, send);
+        let Way::Alone(pass) = gather.enter(|| ("a", 0)) else {
+            panic!("it must go straight");
+        };
+        for call in [
+            ("a", 1),
+            ("b", 2),
+            ("a", 3),
+            ("a", 4),
+            ("b", 5),
+            ("c", 6),
+            ("d", 7),
+        ] {
+            drop(gather.enter(|| call));
+        }
+        drop(pass);
+        let sent: Vec<_> = sent.try_iter().collect();
+        assert_eq!(sent, [vec![1, 2], vec![3], vec![4, 5, 6], vec![7]]);
     }
 
     #[tokio::test(start_paused = true)]
