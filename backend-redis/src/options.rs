@@ -74,10 +74,14 @@ impl RedisOptions {
             return Self::cluster(each_node(scheme, rest));
         }
         let parsed = redis::parse_redis_url(url).ok_or_else(|| {
-            invalid(
-                "begin with redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://, as in \
-                 redis://localhost:6379/0",
-            )
+            let known = |scheme| ["redis", "rediss", "valkey", "valkeys"].contains(&scheme);
+            invalid(match url.split_once("://") {
+                Some((scheme, _)) if known(scheme) => FORM,
+                _ => {
+                    "begin with redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://, as in \
+                     redis://localhost:6379/0"
+                }
+            })
         })?;
         if parsed.fragment().is_some() {
             return Err(invalid(
@@ -101,12 +105,8 @@ impl RedisOptions {
             ));
         }
         // The client's own message may quote parts of the URL, and a password with them.
-        let server = parsed.into_connection_info().map_err(|_| {
-            invalid(
-                "expected redis://[user[:password]@]host[:port][/database] with user and password \
-                 percent-encoded UTF-8",
-            )
-        })?;
+        let server = parsed.into_connection_info();
+        let server = server.map_err(|_| invalid(FORM))?;
         Ok(Self {
             server,
             prefix: "lock:".into(),
@@ -355,7 +355,12 @@ impl RedisOptions {
     pub(crate) fn address(&self) -> String {
         match &self.watch {
             Some(watch) => watch.to_string(),
-            None => self.server.addr().to_string(),
+            None => match self.server.addr() {
+                ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
+                    Node::new(host, *port).to_string()
+                }
+                other => other.to_string(),
+            },
         }
     }
 
@@ -491,6 +496,9 @@ impl fmt::Debug for RedisOptions {
             .finish_non_exhaustive()
     }
 }
+
+const FORM: &str = "expected redis://[user[:password]@]host[:port][/database] with user and password \
+                    percent-encoded UTF-8, a port up to 65535 and an IPv6 address in brackets";
 
 /// The URL of each node in `[user[:password]@]host[:port],…` and what follows it.
 fn each_node(scheme: &str, rest: &str) -> Vec<String> {

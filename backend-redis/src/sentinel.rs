@@ -13,6 +13,7 @@ use tokio::time::{sleep, timeout};
 use tracing::debug;
 
 use crate::RedisOptions;
+use crate::cluster::Node;
 use crate::error;
 use crate::options::invalid;
 use crate::target::without_limits;
@@ -86,7 +87,7 @@ impl fmt::Display for Watch {
         write!(f, "{} by the sentinels ", self.master)?;
         for (index, (host, port)) in self.sentinels.iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
-            write!(f, "{comma}{host}:{port}")?;
+            write!(f, "{comma}{}", Node::new(host, *port))?;
         }
         Ok(())
     }
@@ -157,7 +158,7 @@ impl Sentinels {
     pub(crate) fn new(options: &RedisOptions, watch: &Watch) -> Result<Self> {
         let sentinel = |(host, port): &(String, u16)| {
             let client = options.at_sentinel(host, *port).client()?;
-            let address = format!("{host}:{port}");
+            let address = Node::new(host, *port).to_string();
             Ok(Arc::new(Sentinel { address, client }))
         };
         Ok(Self {

@@ -47,6 +47,16 @@ fn malformed_urls_are_refused_with_what_to_do_and_without_the_password() {
         assert_eq!(error.kind(), ErrorKind::Invalid, "{url}: {error}");
         hides(&format!("{error} {error:?}"));
     }
+    for url in [
+        "redis://localhost:99999",
+        "rediss://[::1",
+        "valkey://[::1]:x",
+    ] {
+        says(
+            &failed(RedisOptions::new(url)),
+            "a port up to 65535 and an IPv6 address in brackets",
+        );
+    }
 }
 
 #[test]
@@ -62,6 +72,15 @@ fn urls_of_every_form_are_read() {
     ] {
         let options = RedisOptions::new(url).unwrap();
         assert!(!format!("{options:?}").contains("secret"), "{options:?}");
+    }
+    // As a URL has it, also where the address is all colons.
+    for url in [
+        "rediss://[::1]",
+        "redis+sentinel://[::1]:6379/m",
+        "redis+cluster://[::1]:6379",
+    ] {
+        let options = RedisOptions::new(url).unwrap();
+        assert!(format!("{options:?}").contains("[::1]:6379"), "{options:?}");
     }
 }
 
