@@ -105,6 +105,20 @@ async fn a_majority_that_comes_too_late_is_given_back() {
     assert!(hold.unwrap().is_some());
 }
 
+/// Nobody holds it, but the nodes are new.
+#[tokio::test]
+async fn a_wait_that_ends_before_the_nodes_vote_says_so() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let servers = servers(3, []).await;
+    let options = redlock_options(&servers).with_restart_guard(true);
+    let client = redlock(options.with_max_ttl(LONG)).await;
+    let mut claim = claim("a", LONG);
+    claim.wait = Some(Duration::from_millis(500));
+    let error = failed(within(SOON, "its wait ends", client.acquire(&claim)).await);
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("do not vote until"), "{error}");
+}
+
 /// A holds by the votes of nodes 0 and 1. Node 1 is restarted without data: with node 2 it could give
 /// the lock to B.
 async fn restarted_empty(guard: bool) -> bool {

@@ -22,6 +22,7 @@ use super::quorum::Outcome;
 ///    a message may be lost. After a release all clients that wait ask, each after a random time that
 ///    grows with their number, so that they do not take votes from each other for long. After votes
 ///    were split the time is random too.
+/// 5. *Over.* Where the wait ends while too few nodes vote yet, that is said: nobody need hold the lock.
 pub(super) async fn acquire(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<RedlockHold>> {
     if claim.ttl > nodes.max_ttl {
         return Err(Error::new(
@@ -57,6 +58,10 @@ pub(super) async fn acquire(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<
         let sent = Moment::now();
         let outcome = nodes.attempt(claim, number).await;
         let took = sent.elapsed().max(Duration::from_micros(500));
+        let not_yet = match &outcome {
+            Outcome::NotYet(e) => Some(e.clone()),
+            _ => None,
+        };
         let pause = match outcome {
             Outcome::Granted { token, sent, .. } => {
                 let validity = Validity::new(sent, claim.ttl);
@@ -78,7 +83,7 @@ pub(super) async fn acquire(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<
             }
         };
         if left().is_some_and(|left| left.is_zero()) {
-            return Ok(None);
+            return not_yet.map_or(Ok(None), Err);
         }
         if watch(nodes, claim, line).await {
             continue;
@@ -94,7 +99,7 @@ pub(super) async fn acquire(nodes: &Arc<Nodes>, claim: &Claim) -> Result<Option<
             () = sleep(pause) => {}
         }
         if left().is_some_and(|left| left.is_zero()) {
-            return Ok(None);
+            return not_yet.map_or(Ok(None), Err);
         }
     }
     Ok(None)
