@@ -4,6 +4,7 @@ use leasehold_conformance::fixtures::IMAGES;
 
 const WORKFLOW: &str = include_str!("../../.github/workflows/ci.yml");
 const CI: &str = include_str!("../../.ci/run");
+const FACADE: &str = include_str!("../../leasehold/Cargo.toml");
 const MAKEFILE: &str = include_str!("../../Makefile");
 
 #[test]
@@ -15,6 +16,25 @@ fn the_matrix_is_the_table_of_images() {
     });
     let table = IMAGES.iter().map(|image| (image.store, image.name));
     assert_eq!(rows.collect::<Vec<_>>(), table.collect::<Vec<_>>());
+}
+
+#[test]
+fn each_feature_of_the_facade_is_checked_alone() {
+    let features = FACADE.split("[features]").nth(1).unwrap_or_default();
+    let features = features.lines().take_while(|line| !line.starts_with('['));
+    let features = features.filter_map(|line| line.split_once(" = ").map(|(name, _)| name));
+    let mut features: Vec<_> = features.filter(|name| *name != "default").collect();
+    features.insert(0, "none");
+    let list = |text: &'static str, begin: &str| {
+        let line = text
+            .lines()
+            .find_map(|line| line.trim().strip_prefix(begin));
+        let names = line.unwrap_or_default().trim_end_matches(']');
+        let names = names.split([' ', ',']).filter(|name| !name.is_empty());
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(list(MAKEFILE, "FEATURES ?= "), features);
+    assert_eq!(list(WORKFLOW, "features: ["), features);
 }
 
 #[test]
