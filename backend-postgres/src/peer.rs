@@ -109,8 +109,9 @@ impl Message {
 impl Known {
     /// As an answer; the label, which may contain anything, is the rest of it.
     pub(crate) fn write(&self) -> String {
-        // A notification has 8000 bytes at most.
-        const LONGEST_LABEL: usize = 1000;
+        // A notification has 8000 bytes at most, and labels are shorter; but whoever calls the backend
+        // without core is not checked.
+        const LONGEST_LABEL: usize = 1024;
         let since = self.since.duration_since(SystemTime::UNIX_EPOCH);
         let since = since.unwrap_or_default().as_micros();
         let remaining = self.remaining.as_millis();

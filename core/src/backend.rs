@@ -181,7 +181,7 @@ pub struct Claim {
     pub wait: Option<Duration>,
     /// Never renewed once granted: it ends by itself after `ttl`.
     pub fixed: bool,
-    /// The user's own words about the holder, for operators.
+    /// The user's own words about the holder, for operators: at most [`Claim::MAX_LABEL_LEN`] bytes.
     pub label: Option<Arc<str>>,
     /// How long a single request to the store may take.
     pub request_limit: Duration,
@@ -192,6 +192,9 @@ impl Claim {
     /// above a year it is no lease.
     pub const TTL_RANGE: std::ops::RangeInclusive<Duration> =
         Duration::from_millis(10)..=Duration::from_secs(366 * 24 * 60 * 60);
+
+    /// The longest label, in bytes of UTF-8: stores keep it beside the lock.
+    pub const MAX_LABEL_LEN: usize = 1024;
 
     /// A claim of `key` with a new id and an owner of its own, for `ttl` rounded down to whole
     /// milliseconds; it does not wait, and its request limit is the default for the ttl.

@@ -112,7 +112,8 @@ impl Locks {
         self.with(|options| options.max_hold = max)
     }
 
-    /// Words of your own that operators see beside the owner; an empty text is none.
+    /// Words of your own that operators see beside the owner; an empty text is none. At most 1 KiB
+    /// ([`Claim::MAX_LABEL_LEN`]).
     #[must_use]
     pub fn with_label(&self, label: impl Into<String>) -> Self {
         let label = label.into();
@@ -443,6 +444,18 @@ impl Locks {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 "a maximum hold or request limit of zero is not possible: give None for no limit",
+            ));
+        }
+        if let Some(label) = &options.label
+            && label.len() > Claim::MAX_LABEL_LEN
+        {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "the label has {} bytes, at most {} are allowed: shorten it",
+                    label.len(),
+                    Claim::MAX_LABEL_LEN
+                ),
             ));
         }
         let mut claim = Claim::new(key.clone(), self.ttl())?;
