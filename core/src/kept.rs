@@ -52,6 +52,8 @@ struct Slot {
     /// Since when it is being closed, and how long that may take.
     closing: Option<(Moment, Duration)>,
     loss_reported: bool,
+    /// Why its release did not get through before the lock had ended.
+    unreleased: Option<Error>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,6 +94,7 @@ impl Kept {
                 unanswered: false,
                 closing: None,
                 loss_reported: false,
+                unreleased: None,
             }),
             changed: Notify::new(),
         })
@@ -287,7 +290,8 @@ impl Kept {
                  the lock ends by itself within its ttl",
             ));
         };
-        let answer = within(&runtime, self.limited(self.clone().attempt())).await;
+        let attempt = self.limited(self.request_limit, self.clone().attempt());
+        let answer = within(&runtime, attempt).await;
         if self.settle(&answer) {
             rest.0 = None;
         }
@@ -325,7 +329,8 @@ impl Kept {
         let longest = patience + self.request_limit.min(self.ttl);
         let late = |_elapsed| no_answer(longest);
         if !self.begin_release() {
-            return timeout(longest, self.over()).await.map_err(late);
+            timeout(longest, self.over()).await.map_err(late)?;
+            return self.slot().unreleased.clone().map_or(Ok(()), Err);
         }
         self.slot().closing = Some((Moment::now(), patience));
         self.validity.end();
@@ -379,23 +384,30 @@ impl Kept {
         }
     }
 
-    async fn limited(&self, attempt: impl Future<Output = Result<()>>) -> Result<()> {
-        timeout(self.request_limit, attempt)
+    async fn limited(
+        &self,
+        limit: Duration,
+        attempt: impl Future<Output = Result<()>>,
+    ) -> Result<()> {
+        timeout(limit, attempt)
             .await
-            .unwrap_or_else(|_elapsed| Err(no_answer(self.request_limit)))
+            .unwrap_or_else(|_elapsed| Err(no_answer(limit)))
     }
 
     /// Drives an attempt that was begun, and then others, until the release is answered or the lock
     /// has ended.
     async fn drive(self: Arc<Self>, begun: Attempt) -> Result<()> {
+        // Nobody waits for it: no attempt need outlive the lock, however long a request may take.
+        let limit = self.request_limit.min(self.ttl);
         let mut attempt = begun;
         let mut pause = self.ttl / 50;
         loop {
-            let answer = self.limited(attempt).await;
+            let answer = self.limited(limit, attempt).await;
             if self.settle(&answer) {
                 return answer;
             }
             if self.has_ended() {
+                self.slot().unreleased = answer.as_ref().err().cloned();
                 self.finish();
                 return answer;
             }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use leasehold_core::{Backend, ErrorKind, Guard, Key, Locks};
-use tokio::runtime::{Builder, Runtime};
+use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::time::{sleep, timeout};
 
 use crate::support::{Fault, Faulty};
@@ -49,6 +49,21 @@ async fn a_failed_release_is_repeated_in_the_background() {
         assert_eq!(error.kind(), ErrorKind::Unavailable);
         becomes_free(&store).await;
     }
+}
+
+/// However long a request may take: once the lock has ended there is nothing to be released.
+#[tokio::test(start_paused = true)]
+async fn a_release_that_nobody_answers_is_given_up() {
+    let (store, locks) = store();
+    let locks = locks.with_request_limit(Duration::MAX);
+    store.script.releases(&[Fault::Silence]);
+    let tasks = || Handle::current().metrics().num_alive_tasks();
+    let guard = locks.lock("a").await.unwrap();
+    let before = tasks();
+    drop(guard);
+    assert_eq!(tasks(), before + 1);
+    sleep(TTL * 2).await;
+    assert!(tasks() <= before);
 }
 
 #[tokio::test(start_paused = true)]
