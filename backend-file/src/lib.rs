@@ -6,6 +6,7 @@ mod examine;
 mod hold;
 mod list;
 mod lock_file;
+mod look;
 mod name;
 mod record;
 mod watch;

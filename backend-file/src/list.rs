@@ -11,8 +11,8 @@ use std::path::Path;
 
 use leasehold_core::{Key, Listed, Page, Result};
 
-use crate::backend::{Found, LOOKS, Look, look};
 use crate::error::io_error;
+use crate::look::{Found, LOOKS, Look, look};
 use crate::name::Names;
 
 const PAGE: usize = 10_000;

@@ -1,10 +1,12 @@
 #![doc = include_str!("../README.md")]
 
 mod backend;
+mod client;
 mod connection;
 mod error;
 mod examine;
 mod hold;
+mod holder;
 mod key_form;
 mod list;
 mod options;

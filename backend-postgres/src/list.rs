@@ -8,7 +8,8 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use crate::KeyForm;
-use crate::backend::{Client, shown};
+use crate::client::Client;
+use crate::holder::shown;
 use crate::key_form::LockId;
 use crate::peer::NONE;
 use crate::session::{Job, LISTED, SeenLock};
