@@ -17,15 +17,16 @@ use tokio::time::{Sleep, sleep};
 /// 2. *Together.* The calls that come while so many are under way collect, in order. As soon as one of
 ///    those requests has ended, however that was, they leave as one request, as many as fit; where the
 ///    store needs it, [no two on one key](Self::by_key).
-/// 3. *In order.* No call leaves before one that came earlier, also where two requests are under way or
-///    two threads are at it: whoever hands a request on has handed it on before the next may go. (Else
-///    the withdrawal of a claim might overtake the claim.)
+/// 3. *In order*, of each key where keys are told apart. No call leaves before one that came earlier, also
+///    where two requests are under way or two threads are at it: whoever hands a request on has handed
+///    it on before the next may go. (Else the withdrawal of a claim might overtake the claim.)
 /// 4. *Whatever collected leaves*, also when the caller's future is dropped: it is on its way from the
 ///    moment it was [entered](Self::enter).
 /// 5. *Nobody is held up for long.* A call that went straight is under way until its future has seen the
 ///    answer, and whoever has that future may leave it alone, as a `select!` does while it is busy with
-///    another. So a call that is waited for and has collected for a while leaves all the same, with those
-///    before it.
+///    another. A request of several is driven by a task: when the last of those ends, what has collected
+///    leaves whatever else is under way. And while there is none, a call that is waited for and has
+///    collected for a while leaves all the same, with those before it.
 ///
 /// This is the group commit of `DeWitt` et al., "Implementation techniques for main memory database
 /// systems" (1984), without its timer: the request under way is what is waited for.
@@ -33,20 +34,25 @@ pub struct Gather<C, A>(Arc<Shared<C, A>>);
 
 struct Shared<C, A> {
     most_requests: usize,
-    /// How many of those that have collected leave as one, from the first on: one at least.
-    fit: Box<dyn Fn(&Collected<C, A>) -> usize + Send + Sync>,
+    /// Takes those that leave as one out of what has collected: one at least.
+    take: Take<C, A>,
     queue: Mutex<Queue<C, A>>,
     send: Box<dyn Fn(Batch<C, A>) + Send + Sync>,
 }
 
 struct Queue<C, A> {
     under_way: usize,
+    /// How many of those are requests of several.
+    batches: usize,
+    /// What has collected leaves however many are under way.
+    overdue: bool,
     /// Somebody is handing a request on: all others queue.
     handing_on: bool,
     calls: Collected<C, A>,
 }
 
 type Collected<C, A> = VecDeque<(C, oneshot::Sender<A>)>;
+type Take<C, A> = Box<dyn Fn(&mut Collected<C, A>) -> Collected<C, A> + Send + Sync>;
 
 /// How a call travels.
 #[derive(Debug)]
@@ -58,7 +64,10 @@ pub enum Way<C, A> {
 }
 
 /// Counts as a request under way until it is dropped.
-pub struct Pass<C, A>(Arc<Shared<C, A>>);
+pub struct Pass<C, A> {
+    shared: Arc<Shared<C, A>>,
+    batch: bool,
+}
 
 /// Calls that leave as one request, in order.
 #[derive(Debug)]
@@ -72,14 +81,14 @@ pub struct Batch<C, A> {
 /// Where the answers of a [`Batch`] go. If it is dropped, nobody gets one.
 pub struct Replies<C, A> {
     senders: Vec<oneshot::Sender<A>>,
-    _pass: Pass<C, A>,
+    pass: Arc<Pass<C, A>>,
 }
 
 /// Resolves to the answer, or to `None` if there will be none: what carried the call is gone.
 pub struct Answer<C, A> {
     answer: oneshot::Receiver<A>,
     shared: Arc<Shared<C, A>>,
-    /// From the first look on.
+    /// From the first look on at which no batch was under way that will see to it.
     patience: Option<Pin<Box<Sleep>>>,
 }
 
@@ -95,37 +104,51 @@ impl<C, A> Gather<C, A> {
         most_calls: usize,
         send: impl Fn(Batch<C, A>) + Send + Sync + 'static,
     ) -> Self {
-        let fit = move |calls: &Collected<C, A>| calls.len().min(most_calls);
-        Self::with(most_requests, fit, send)
+        let take = move |calls: &mut Collected<C, A>| {
+            let fit = calls.len().min(most_calls);
+            calls.drain(..fit).collect()
+        };
+        Self::with(most_requests, take, send)
     }
 
     /// The same for stores that judge the calls of a request against what was there before all of them:
-    /// two claims on one key would both be granted. A request ends before a call on a key that it has
-    /// already.
+    /// two claims on one key would both be granted. The second call on a key waits for another request,
+    /// and holds nobody up who asks for another key.
     pub fn by_key<K: Eq + Hash + ?Sized>(
         most_requests: usize,
         most_calls: usize,
         key: impl Fn(&C) -> &K + Send + Sync + 'static,
         send: impl Fn(Batch<C, A>) + Send + Sync + 'static,
     ) -> Self {
-        let fit = move |calls: &Collected<C, A>| {
-            let mut keys = HashSet::new();
-            let apart = calls.iter().take(most_calls);
-            apart.take_while(|(call, _)| keys.insert(key(call))).count()
+        let take = move |calls: &mut Collected<C, A>| {
+            let mut leaves = Vec::with_capacity(calls.len());
+            {
+                let mut keys = HashSet::new();
+                for (call, _) in &*calls {
+                    leaves.push(keys.len() < most_calls && keys.insert(key(call)));
+                }
+            }
+            let mut leaves = leaves.into_iter();
+            let all = std::mem::take(calls).into_iter();
+            let (leaving, rest) = all.partition(|_| leaves.next() == Some(true));
+            *calls = rest;
+            leaving
         };
-        Self::with(most_requests, fit, send)
+        Self::with(most_requests, take, send)
     }
 
     fn with(
         most_requests: usize,
-        fit: impl Fn(&Collected<C, A>) -> usize + Send + Sync + 'static,
+        take: impl Fn(&mut Collected<C, A>) -> Collected<C, A> + Send + Sync + 'static,
         send: impl Fn(Batch<C, A>) + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(Shared {
             most_requests,
-            fit: Box::new(fit),
+            take: Box::new(take),
             queue: Mutex::new(Queue {
                 under_way: 0,
+                batches: 0,
+                overdue: false,
                 handing_on: false,
                 calls: VecDeque::new(),
             }),
@@ -138,7 +161,10 @@ impl<C, A> Gather<C, A> {
         let mut queue = self.0.queue();
         if queue.under_way < self.0.most_requests && !queue.handing_on && queue.calls.is_empty() {
             queue.under_way += 1;
-            return Way::Alone(Pass(self.0.clone()));
+            return Way::Alone(Pass {
+                shared: self.0.clone(),
+                batch: false,
+            });
         }
         let (sender, receiver) = oneshot::channel();
         queue.calls.push_back((call(), sender));
@@ -151,18 +177,22 @@ impl<C, A> Gather<C, A> {
 }
 
 impl<C, A> Shared<C, A> {
-    /// Hands on what has collected, as long as fewer than `limit` requests are under way.
-    fn hand_on(self: &Arc<Self>, limit: usize) {
+    /// Hands on what has collected, as long as that may leave.
+    fn hand_on(self: &Arc<Self>) {
         loop {
-            let calls: Vec<_> = {
+            let calls = {
                 let mut queue = self.queue();
-                if queue.handing_on || queue.calls.is_empty() || queue.under_way >= limit {
+                if queue.handing_on || queue.calls.is_empty() {
+                    return;
+                }
+                let overdue = std::mem::take(&mut queue.overdue);
+                if queue.under_way >= self.most_requests && !overdue {
                     return;
                 }
                 queue.handing_on = true;
                 queue.under_way += 1;
-                let fit = (self.fit)(&queue.calls);
-                queue.calls.drain(..fit).collect()
+                queue.batches += 1;
+                (self.take)(&mut queue.calls)
             };
             let handed_on = HandedOn(self);
             let (calls, senders) = calls.into_iter().unzip();
@@ -170,7 +200,10 @@ impl<C, A> Shared<C, A> {
                 calls,
                 replies: Replies {
                     senders,
-                    _pass: Pass(self.clone()),
+                    pass: Arc::new(Pass {
+                        shared: self.clone(),
+                        batch: true,
+                    }),
                 },
             });
             drop(handed_on);
@@ -184,9 +217,27 @@ impl<C, A> Shared<C, A> {
     }
 }
 
+impl<C, A> Batch<C, A> {
+    /// Parts it in two, in order: the calls of which `chosen` says so, and the others. Each can be sent
+    /// and answered by itself; they count as one request, under way until both are answered.
+    pub fn part(self, mut chosen: impl FnMut(&C) -> bool) -> (Self, Self) {
+        let Replies { senders, pass } = self.replies;
+        let calls = self.calls.into_iter().zip(senders);
+        let (some, others): (Vec<_>, Vec<_>) = calls.partition(|(call, _)| chosen(call));
+        let batch = |some: Vec<(C, oneshot::Sender<A>)>, pass| {
+            let (calls, senders) = some.into_iter().unzip();
+            let replies = Replies { senders, pass };
+            Self { calls, replies }
+        };
+        (batch(some, pass.clone()), batch(others, pass))
+    }
+}
+
 impl<C, A> Replies<C, A> {
     /// Answers the calls, in their order.
     pub fn answer(self, answers: impl IntoIterator<Item = A>) {
+        // The store gets its next request before those who asked run on.
+        drop(self.pass);
         for (sender, answer) in self.senders.into_iter().zip(answers) {
             // Nobody waits any more: then nobody wants it.
             drop(sender.send(answer));
@@ -211,12 +262,16 @@ impl<C, A> Future for Answer<C, A> {
         if let Poll::Ready(answer) = Pin::new(&mut this.answer).poll(cx) {
             return Poll::Ready(answer.ok());
         }
+        if this.patience.is_none() && this.shared.queue().batches > 0 {
+            return Poll::Pending;
+        }
         let patience = this
             .patience
             .get_or_insert_with(|| Box::pin(sleep(PATIENCE)));
         while patience.as_mut().poll(cx).is_ready() {
-            this.shared.hand_on(usize::MAX);
-            // Somebody else may just be handing on others.
+            this.shared.queue().overdue = true;
+            this.shared.hand_on();
+            // Those before it may have filled a request.
             patience.set(sleep(PATIENCE));
         }
         Poll::Pending
@@ -225,8 +280,15 @@ impl<C, A> Future for Answer<C, A> {
 
 impl<C, A> Drop for Pass<C, A> {
     fn drop(&mut self) {
-        self.0.queue().under_way -= 1;
-        self.0.hand_on(self.0.most_requests);
+        {
+            let mut queue = self.shared.queue();
+            queue.under_way -= 1;
+            if self.batch {
+                queue.batches -= 1;
+                queue.overdue |= queue.batches == 0 && !queue.calls.is_empty();
+            }
+        }
+        self.shared.hand_on();
     }
 }
 
@@ -329,7 +391,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_ends_before_a_key_that_it_has_already() {
+    async fn a_request_has_one_call_of_a_key_and_others_are_not_held_up_by_more() {
         let (sender, sent) = mpsc::channel();
         let send = move |batch: Batch<(&str, u32), u32>| {
             drop(sender.send(batch.calls.iter().map(|(_, n)| *n).collect::<Vec<_>>()));
@@ -351,7 +413,31 @@ mod tests {
         }
         drop(pass);
         let sent: Vec<_> = sent.try_iter().collect();
-        assert_eq!(sent, [vec![1, 2], vec![3], vec![4, 5, 6], vec![7]]);
+        assert_eq!(sent, [vec![1, 2, 6], vec![3, 5, 7], vec![4]]);
+    }
+
+    #[tokio::test]
+    async fn the_parts_of_a_batch_are_answered_apart_and_count_as_one_request() {
+        let (gather, sent) = gather(1, 4);
+        let pass = alone(gather.enter(|| 0));
+        let mut answers: Vec<_> = (1..6).map(|n| waits(gather.enter(|| n))).collect();
+        drop(pass);
+        let (odd, even) = sent.try_recv().unwrap().part(|call| call % 2 == 1);
+        assert_eq!(
+            (&odd.calls[..], &even.calls[..]),
+            (&[1, 3][..], &[2, 4][..])
+        );
+        let last = answers.pop().unwrap();
+        odd.replies.answer([10, 30]);
+        assert_eq!(answers.remove(2).await, Some(30));
+        assert_eq!(answers.remove(0).await, Some(10));
+        assert!(sent.try_recv().is_err(), "a part of it is still under way");
+        even.replies.answer([20, 40]);
+        assert_eq!(answers.remove(0).await, Some(20));
+        assert_eq!(answers.remove(0).await, Some(40));
+        let batch = sent.try_recv().unwrap();
+        batch.replies.answer_all(50);
+        assert_eq!(last.await, Some(50));
     }
 
     #[tokio::test(start_paused = true)]
@@ -365,6 +451,27 @@ mod tests {
         assert_eq!(batch.calls, [2, 3]);
         batch.replies.answer([20, 30]);
         assert_eq!(answer.await.unwrap(), Some(30));
+    }
+
+    /// It has no timer of its own: the end of the batch is what it waits for.
+    #[tokio::test(start_paused = true)]
+    async fn what_collects_behind_a_batch_leaves_at_its_end_though_others_are_left_alone() {
+        let (gather, sent) = gather(2, 3);
+        let _left_alone = [0, 1].map(|n| alone(gather.enter(|| n)));
+        let answer = tokio::spawn(waits(gather.enter(|| 2)));
+        sleep(PATIENCE * 2).await;
+        let batch = sent.try_recv().unwrap();
+        let mut behind = waits(gather.enter(|| 3));
+        let look = std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut behind).poll(cx)));
+        assert!(look.await.is_pending());
+        assert!(behind.patience.is_none());
+
+        batch.replies.answer([20]);
+        let next = sent.try_recv().unwrap();
+        assert_eq!(next.calls, [3]);
+        next.replies.answer([30]);
+        assert_eq!(answer.await.unwrap(), Some(20));
+        assert_eq!(behind.await, Some(30));
     }
 
     #[tokio::test]
