@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use leasehold_core::{Error, Result};
+use leasehold_core::{Error, Moment, Result};
 use redis::{RedisError, Script, Value};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -212,13 +212,13 @@ impl Client {
         }
     }
 
-    /// What requests on `connection` tell about this client.
-    pub(crate) fn sender(&self, connection: &Connection) -> Sender {
+    /// What a request that is about to leave on `connection` tells about this client.
+    pub(crate) fn sender(&self, connection: &Connection, now: Moment) -> Sender {
         Sender {
             minting: self.minting,
             inbox: self.id,
             floor: self.floor(connection),
-            server_now: connection.server_now(),
+            server_now: connection.server_at(now),
         }
     }
 

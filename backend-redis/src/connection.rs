@@ -13,8 +13,8 @@ use tracing::{info, warn};
 use crate::at_once::poll_once;
 use crate::client::Client;
 use crate::error;
-use crate::request::{Request, Sender, Together};
-use crate::script::{self, TOGETHER};
+use crate::request::{Call, Calls, Request, Sender};
+use crate::script::{self, ON_A_SERVER, TOGETHER};
 use crate::target::{Watcher, without_limits};
 
 /// One connection to the server: requests go out and are answered in order, messages come in between.
@@ -35,12 +35,13 @@ pub(crate) struct Connection {
     client: Weak<Client>,
     over: Arc<AtomicBool>,
     _watching: Option<Watching>,
-    gather: Gather<Together, RedisResult<Value>>,
+    gather: Gather<Call, RedisResult<Value>>,
 }
 
-/// How many requests are under way before calls collect: while the server works on one, the next is on
-/// its way.
-const REQUESTS: usize = 2;
+/// How many requests are under way before calls collect: while the server works on one, others are on
+/// their way to it and back. With 256 tasks two left it idle now and then, and more than these made the groups
+/// smaller.
+const REQUESTS: usize = 4;
 /// How many calls travel as one request: the server does nothing else meanwhile.
 const TOGETHER_AT_MOST: usize = 128;
 
@@ -67,7 +68,7 @@ impl Connection {
         request: &Request<'_>,
         sender: Sender,
     ) -> RedisResult<Value> {
-        match self.gather.enter(|| request.together(sender)) {
+        match self.gather.enter(|| request.call(sender)) {
             Way::Alone(_pass) => {
                 let (script, cmd) = request.command(sender);
                 self.call(script, &cmd).await
@@ -169,9 +170,10 @@ impl Connection {
         answer.is_ok()
     }
 
-    /// The server's clock by our reckoning, in ms since 1970; to be shown to people.
-    pub(crate) fn server_now(&self) -> u64 {
-        let elapsed = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+    /// The server's clock at `moment` by our reckoning, in ms since 1970; to be shown to people.
+    pub(crate) fn server_at(&self, moment: Moment) -> u64 {
+        let elapsed = moment.since(self.opened).as_millis();
+        let elapsed = u64::try_from(elapsed).unwrap_or(u64::MAX);
         (self.server_clock / 1000).saturating_add(elapsed)
     }
 
@@ -271,7 +273,7 @@ impl Connection {
     }
 
     /// Sends what has collected: the request is on its way when this returns, a task sees to the answers.
-    fn hand_on(self: Arc<Self>, batch: Batch<Together, RedisResult<Value>>) {
+    fn hand_on(self: Arc<Self>, batch: Batch<Call, RedisResult<Value>>) {
         let runtime = self.runtime.clone();
         let mut carried = Box::pin(self.carry(batch));
         if poll_once(&runtime, carried.as_mut()).is_pending() {
@@ -279,31 +281,38 @@ impl Connection {
         }
     }
 
-    async fn carry(self: Arc<Self>, batch: Batch<Together, RedisResult<Value>>) {
+    async fn carry(self: Arc<Self>, batch: Batch<Call, RedisResult<Value>>) {
         let Batch { calls, replies } = batch;
         let floor = self
             .client
             .upgrade()
             .map_or(0, |client| client.floor(&self));
-        let cmd = Together::command(&calls, floor);
-        match self.call(&TOGETHER, &cmd).await {
-            Ok(value) => match Together::answers(value) {
+        if let [call] = &calls[..] {
+            replies.answer([self.alone(call, floor).await]);
+            return;
+        }
+        let calls = Calls::new(calls);
+        match self.call(&TOGETHER, &calls.command(floor)).await {
+            Ok(value) => match calls.answers(value) {
                 Some(answers) => replies.answer(answers),
                 None => replies.answer_all(Ok(Value::Nil)),
             },
             // Refused as a whole, before anything was done: a right that one of them lacks is none of the
             // others' business.
             Err(e) if e.kind() == redis::ErrorKind::Server(ServerErrorKind::NoPerm) => {
-                let mut answers = Vec::with_capacity(calls.len());
-                for call in &calls {
-                    let cmd = Together::command(std::slice::from_ref(call), floor);
-                    let answer = self.call(&TOGETHER, &cmd).await;
-                    answers.push(answer.and_then(Together::only_answer));
+                let mut answers = Vec::new();
+                for call in calls.each() {
+                    answers.push(self.alone(call, floor).await);
                 }
                 replies.answer(answers);
             }
             Err(e) => replies.answer_all(Err(e)),
         }
+    }
+
+    async fn alone(self: &Arc<Self>, call: &Call, floor: u64) -> RedisResult<Value> {
+        let (script, cmd) = call.command(&ON_A_SERVER, floor);
+        self.call(script, &cmd).await
     }
 }
 

@@ -115,21 +115,21 @@ impl Names {
     }
 
     pub(crate) fn of_name(&self, name: &str) -> LockKeys {
-        let prefix = &self.prefix;
+        let prefix = &*self.prefix;
         let lock = if name.starts_with(OURS) {
-            format!("{prefix}{OURS}key:{name}")
+            [prefix, OURS, "key:", name].concat()
         } else {
-            format!("{prefix}{name}")
+            [prefix, name].concat()
         };
         self.beside(lock, "queue", name)
     }
 
     fn beside(&self, lock: String, queue: &str, name: &str) -> LockKeys {
-        let prefix = &self.prefix;
+        let prefix = &*self.prefix;
         match &self.token {
             Some(token) => LockKeys {
                 lock: lock.into(),
-                queue: format!("{prefix}{OURS}{queue}:{name}").into(),
+                queue: [prefix, OURS, queue, ":", name].concat().into(),
                 token: token.clone(),
                 slot: 0,
             },

@@ -47,13 +47,8 @@ use crate::servers::{Failed, Line, Servers};
 /// Kleppmann's "How to do distributed locking".
 pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<RedisHold>> {
     let mut asker = Asker::new(servers, claim);
-    let started = Moment::now();
-    let left = |claim: &Claim| {
-        claim
-            .wait
-            .map(|wait| wait.saturating_sub(started.elapsed()))
-    };
-    let mut seen = match asker.ask().await? {
+    let started = asker.asked;
+    let seen = match asker.ask().await? {
         Asked::Granted(grant) => {
             if let Some(hold) = asker.take(&grant).await? {
                 return Ok(Some(hold));
@@ -71,6 +66,17 @@ pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<R
         }
         Asked::Refused => return Ok(None),
     };
+    // In a box: most claims are granted at once, and are passed on without the room that this needs.
+    Box::pin(wait(asker, seen, started)).await
+}
+
+/// Steps 2 to 6 of a claim that was not granted at once.
+async fn wait(
+    mut asker: Asker<'_>,
+    mut seen: Option<Seen>,
+    started: Moment,
+) -> Result<Option<RedisHold>> {
+    let claim = asker.claim;
     let mut ask_now = seen.is_none() && !asker.failed;
     let mut grant = None;
     loop {
@@ -95,7 +101,9 @@ pub(crate) async fn acquire(servers: &Servers, claim: &Claim) -> Result<Option<R
         if let (Some(seen), Some(ends)) = (&mut seen, asker.waiter.take_holder_ends()) {
             seen.holder_ends = Some(ends);
         }
-        let left = left(claim);
+        let left = claim
+            .wait
+            .map(|wait| wait.saturating_sub(started.elapsed()));
         if left.is_some_and(|left| left.is_zero()) {
             return asker.nowhere.take().map_or(Ok(None), Err);
         }
@@ -324,7 +332,7 @@ impl<'a> Asker<'a> {
             return Ok(None);
         };
         if self.servers.replicas_are_asked()
-            && let Err(e) = hold.confirm().await
+            && let Err(e) = Box::pin(hold.confirm()).await
         {
             drop(hold);
             self.waiter = self.servers.inbox().register(self.claim.id);

@@ -1,3 +1,4 @@
+use std::collections::HashSet;
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
@@ -46,12 +47,30 @@ pub(crate) enum Place {
     Ticket(u64),
 }
 
-/// A request in the form in which it travels with others.
+/// A request as it is written: it may wait, and travel with others.
 #[derive(Debug)]
-pub(crate) struct Together {
+pub(crate) struct Call {
     keys: LockKeys,
-    name: &'static str,
+    kind: Kind,
     arguments: Arguments,
+    /// The claim has no place in a queue, and no call with which this travels is about the same lock.
+    simple: bool,
+}
+
+/// Which script it is for.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Acquire,
+    Release,
+    Renew,
+}
+
+/// Calls that travel as one.
+#[derive(Debug)]
+pub(crate) struct Calls {
+    calls: Vec<Call>,
+    /// Their places in `calls`, in the order in which the script takes them.
+    order: Vec<usize>,
 }
 
 /// What a script takes behind its floor, one behind the other, and where each ends: they cost one
@@ -91,17 +110,24 @@ pub(crate) struct Sender {
 }
 
 impl<'a> Request<'a> {
-    /// The call as it travels with others.
-    pub(crate) fn together(&self, sender: Sender) -> Together {
-        Together {
+    /// What is sent.
+    pub(crate) fn call(&self, sender: Sender) -> Call {
+        let (kind, place) = match self {
+            Self::Acquire { place, .. } => (Kind::Acquire, *place),
+            Self::Release { place, .. } => (Kind::Release, *place),
+            Self::Renew { .. } => (Kind::Renew, Place::None),
+        };
+        Call {
             keys: self.keys().clone(),
-            name: match self {
-                Self::Acquire { .. } => "acquire",
-                Self::Release { .. } => "release",
-                Self::Renew { .. } => "renew",
-            },
+            kind,
             arguments: self.arguments(sender),
+            simple: matches!(place, Place::Try | Place::None),
         }
+    }
+
+    /// The script and its call.
+    pub(crate) fn command(&self, sender: Sender) -> (&'static Script, Cmd) {
+        self.call(sender).command(sender.minting, sender.floor)
     }
 
     /// The keys of its lock.
@@ -111,27 +137,6 @@ impl<'a> Request<'a> {
                 keys
             }
         }
-    }
-
-    /// The script and its call.
-    pub(crate) fn command(&self, sender: Sender) -> (&'static Script, Cmd) {
-        let keys = self.keys();
-        let minting = |script| {
-            let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
-            cmd.arg(sender.floor);
-            (script, cmd)
-        };
-        let (script, mut cmd) = match self {
-            Self::Acquire { .. } => minting(&sender.minting.acquire),
-            Self::Release { .. } => minting(&sender.minting.release),
-            Self::Renew { .. } => (&*RENEW, script::call(&RENEW, &[&keys.lock])),
-        };
-        for argument in self.arguments(sender).iter() {
-            if !argument.is_empty() {
-                cmd.arg(argument);
-            }
-        }
-        (script, cmd)
     }
 
     fn arguments(&self, sender: Sender) -> Arguments {
@@ -181,49 +186,122 @@ impl Arguments {
     }
 }
 
-impl Together {
-    /// One call for all of `calls`; `floor` as in [`Sender`].
-    pub(crate) fn command(calls: &[Self], floor: u64) -> Cmd {
-        let mut cmd = Cmd::with_capacity(5 + 7 * calls.len(), 64 + 320 * calls.len());
+impl Call {
+    /// The script and its call; `floor` as in [`Sender`].
+    pub(crate) fn command(&self, minting: &'static Minting, floor: u64) -> (&'static Script, Cmd) {
+        let keys = &self.keys;
+        let with_floor = |script| {
+            let mut cmd = script::call(script, &[&keys.lock, &keys.queue, &keys.token]);
+            cmd.arg(floor);
+            (script, cmd)
+        };
+        let (script, mut cmd) = match self.kind {
+            Kind::Acquire => with_floor(&minting.acquire),
+            Kind::Release => with_floor(&minting.release),
+            Kind::Renew => (&*RENEW, script::call(&RENEW, &[&keys.lock])),
+        };
+        for argument in self.arguments.iter() {
+            if !argument.is_empty() {
+                cmd.arg(argument);
+            }
+        }
+        (script, cmd)
+    }
+
+    /// In which part of `together.lua` it stands.
+    fn part(&self) -> usize {
+        if self.simple { self.kind as usize } else { 3 }
+    }
+}
+
+impl Calls {
+    pub(crate) fn new(mut calls: Vec<Call>) -> Self {
+        let mut locks = HashSet::with_capacity(calls.len());
+        let mut again = HashSet::new();
+        for call in &calls {
+            if !locks.insert(&*call.keys.lock) {
+                again.insert(call.keys.lock.clone());
+            }
+        }
+        if !again.is_empty() {
+            for call in &mut calls {
+                call.simple &= !again.contains(&call.keys.lock);
+            }
+        }
+        let mut order: Vec<usize> = (0..calls.len()).collect();
+        // Those that are not simple keep their order.
+        order.sort_by_key(|place| calls[*place].part());
+        Self { calls, order }
+    }
+
+    /// One command for all of them; `floor` as in [`Sender`].
+    pub(crate) fn command(&self, floor: u64) -> Cmd {
+        let count = self.calls.len();
+        let sorted = || self.order.iter().map(|place| &self.calls[*place]);
+        let mut counts = [0; 4];
+        for call in &self.calls {
+            counts[call.part()] += 1;
+        }
+        let [acquires, releases, renewals, others] = counts;
+        let queued = acquires + releases;
+        let mut cmd = Cmd::with_capacity(8 + 7 * count, 128 + 288 * count);
         cmd.arg("EVALSHA")
             .arg(TOGETHER.get_hash())
-            .arg(1 + 2 * calls.len());
-        if let Some(first) = calls.first() {
+            .arg(1 + 2 * (queued + others) + renewals);
+        if let Some(first) = self.calls.first() {
             cmd.arg(&*first.keys.token);
         }
-        for call in calls {
+        for call in sorted().take(queued) {
+            cmd.arg(&*call.keys.queue);
+        }
+        for call in sorted().take(queued + renewals) {
+            cmd.arg(&*call.keys.lock);
+        }
+        for call in sorted().skip(queued + renewals) {
             cmd.arg(&*call.keys.lock).arg(&*call.keys.queue);
         }
-        cmd.arg(floor);
-        for call in calls {
-            cmd.arg(call.name);
-            for argument in call.arguments.iter() {
-                cmd.arg(argument);
+        cmd.arg(floor).arg(acquires).arg(releases).arg(renewals);
+        for call in sorted() {
+            let (name, count) = match call.kind {
+                Kind::Acquire => ("acquire", 4),
+                Kind::Release => ("release", 1),
+                Kind::Renew => ("renew", 2),
+            };
+            if call.simple {
+                for argument in call.arguments.iter().take(count) {
+                    cmd.arg(argument);
+                }
+            } else {
+                cmd.arg(name);
+                for argument in call.arguments.iter() {
+                    cmd.arg(argument);
+                }
             }
         }
         cmd
     }
 
-    /// The answers to such a call; `None` if it is nothing that the script returns.
-    pub(crate) fn answers(value: Value) -> Option<Vec<RedisResult<Value>>> {
+    /// The answers to that, in the order of the calls; `None` if it is nothing that the script returns.
+    pub(crate) fn answers(&self, value: Value) -> Option<Vec<RedisResult<Value>>> {
         let Value::Array(answers) = value else {
             return None;
         };
-        let one = |answer| match answer {
-            Value::BulkString(text) => {
-                let text = String::from_utf8_lossy(&text).into_owned();
-                Err(make_extension_error(text, None))
-            }
-            answer => Ok(answer),
-        };
-        Some(answers.into_iter().map(one).collect())
+        let mut in_order: Vec<_> = self.calls.iter().map(|_| Ok(Value::Nil)).collect();
+        for (place, answer) in self.order.iter().zip(answers) {
+            in_order[*place] = match answer {
+                Value::BulkString(text) => {
+                    let text = String::from_utf8_lossy(&text).into_owned();
+                    Err(make_extension_error(text, None))
+                }
+                answer => Ok(answer),
+            };
+        }
+        Some(in_order)
     }
 
-    /// The answer to a call that went out for one alone.
-    pub(crate) fn only_answer(value: Value) -> RedisResult<Value> {
-        Self::answers(value)
-            .and_then(|mut answers| answers.pop())
-            .unwrap_or(Ok(Value::Nil))
+    /// Each of them for itself, in their order.
+    pub(crate) fn each(&self) -> impl Iterator<Item = &Call> {
+        self.calls.iter()
     }
 }
 

@@ -164,11 +164,12 @@ impl Servers {
                 };
                 let line = at.insert(line).clone();
                 let sent = Moment::now();
-                let sender = client.sender(&line.connection);
+                let sender = client.sender(&line.connection, sent);
                 let said = line.connection.request(&request, sender).await;
                 line.answered(sent, said)
             }
-            Self::Cluster(cluster) => cluster.request(line, request, at).await,
+            // In a box: what goes to a single server is passed on without the room that this needs.
+            Self::Cluster(cluster) => Box::pin(cluster.request(line, request, at)).await,
         };
         let Answered { answer, sent, line } = match answered {
             Ok(answered) => answered,
@@ -333,7 +334,7 @@ impl Line {
         &self,
         make: impl Fn(Sender) -> (&'static Script, Cmd) + Send + Sync,
     ) -> RedisResult<Value> {
-        let (script, cmd) = make(self.client.sender(&self.connection));
+        let (script, cmd) = make(self.client.sender(&self.connection, Moment::now()));
         self.connection.call_as(script, &cmd, self.asking).await
     }
 

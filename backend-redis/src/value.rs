@@ -31,9 +31,11 @@ pub(crate) fn write_mine(text: &mut String, claim: Uuid) -> fmt::Result {
 pub(crate) fn write_rest(text: &mut String, claim: &Claim, since: u64, inbox: Uuid) -> fmt::Result {
     write!(text, " {} {since} ", claim.ttl.as_millis())?;
     text.push_str(inbox.hyphenated().encode_lower(&mut Uuid::encode_buffer()));
-    let owner = one_word(&claim.owner);
-    let label = claim.label.as_deref().unwrap_or_default();
-    write!(text, " {owner} {label}")
+    text.push(' ');
+    write_owner(text, &claim.owner)?;
+    text.push(' ');
+    text.push_str(claim.label.as_deref().unwrap_or_default());
+    Ok(())
 }
 
 /// As [`grant`].
@@ -117,13 +119,19 @@ pub(crate) fn ours(value: &str) -> Option<Said<'_>> {
     Some((token, since, owner, label))
 }
 
-/// A host's name should have no blanks; if it has, the fields must not shift.
+/// The owner as one word: a host's name should have no blanks; if it has, the fields must not shift.
 pub(crate) fn one_word(owner: &OwnerId) -> String {
-    let mut text = owner.to_string();
-    if text.contains(char::is_whitespace) {
-        text = text.replace(char::is_whitespace, "_");
+    written(|text| write_owner(text, owner))
+}
+
+fn write_owner(text: &mut String, owner: &OwnerId) -> fmt::Result {
+    let from = text.len();
+    write!(text, "{owner}")?;
+    if !text.as_bytes()[from..].iter().all(u8::is_ascii_graphic) {
+        let word = text[from..].replace(char::is_whitespace, "_");
+        text.replace_range(from.., &word);
     }
-    text
+    Ok(())
 }
 
 #[cfg(test)]

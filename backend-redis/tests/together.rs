@@ -58,8 +58,8 @@ async fn many_locks_are_taken_renewed_and_freed_in_few_requests() {
     }
     freeing.join_all().await;
 
-    // Two go straight, and at most 128 travel as one: of each kind 2 + 3.
-    assert_eq!(raw.script_calls().await, 3 * 5);
+    // Four go straight, and at most 128 travel as one: of each kind 4 + 3.
+    assert_eq!(raw.script_calls().await, 3 * 7);
     assert_eq!(raw.get::<usize>("DBSIZE").await, 1, "the counter is left");
 }
 
@@ -81,19 +81,62 @@ async fn of_claims_for_one_lock_in_one_request_one_is_granted_and_the_others_que
     }
 }
 
+/// They leave in one request, mixed.
+#[tokio::test]
+async fn calls_of_all_kinds_are_each_given_their_own_answer() {
+    leasehold_conformance::skip_without!(RedisServer::missing());
+    let server = server([]).await;
+    let client = connect(&server).await;
+    let other = connect(&server).await;
+    let claims = |names: std::ops::Range<usize>| names.map(|n| claim(&format!("k{n}"), LONG));
+    let held_here = held(together(&client, claims(0..40)).await);
+    let _held_there = held(together(&other, claims(40..60)).await);
+    let mut raw = raw(&server).await;
+    raw.run("CONFIG RESETSTAT").await;
+
+    let mut running = JoinSet::new();
+    let mut holds = held_here.into_iter();
+    for n in 0..20 {
+        let (mut renewed, mut freed) = (holds.next().unwrap(), holds.next().unwrap());
+        running.spawn(async move {
+            renewed.renew().await.unwrap();
+            Some(renewed)
+        });
+        running.spawn(async move {
+            freed.release().await.unwrap();
+            None
+        });
+        for (name, free) in [(40 + n, false), (60 + n, true)] {
+            let (client, claim) = (client.clone(), claim(&format!("k{name}"), LONG));
+            running.spawn(async move {
+                let hold = client.acquire(&claim).await.unwrap();
+                assert_eq!(hold.is_some(), free, "k{name}");
+                hold
+            });
+        }
+    }
+    let _held = within(SOON, "all are answered", running.join_all()).await;
+    // Four went straight.
+    assert_eq!(raw.script_calls().await, 5);
+    for n in 0..80 {
+        let freed = n < 40 && n % 2 == 1;
+        assert_eq!(is_taken(&other, &format!("k{n}")).await, !freed, "k{n}");
+    }
+}
+
 /// As it is in a `select!` that is busy with another branch.
 #[tokio::test]
 async fn claims_whose_futures_are_left_alone_hold_up_nobody() {
     leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
-    let claims = ["a", "b"].map(|name| claim(name, LONG));
+    let claims = ["a", "b", "c", "d"].map(|name| claim(name, LONG));
     let mut left_alone = claims.each_ref().map(|claim| client.acquire(claim));
     for acquire in &mut left_alone {
         let once = poll_fn(|cx| Poll::Ready(acquire.as_mut().poll(cx)));
         assert!(once.await.is_pending());
     }
-    let mut hold = granted(&client, &claim("c", LONG)).await;
+    let mut hold = granted(&client, &claim("e", LONG)).await;
     within(SOON, "an answer", hold.release()).await.unwrap();
     for acquire in left_alone {
         within(SOON, "its own answer", acquire).await.unwrap();
@@ -105,9 +148,12 @@ async fn tries_for_one_lock_in_one_request_are_told_apart() {
     leasehold_conformance::skip_without!(RedisServer::missing());
     let server = server([]).await;
     let client = connect(&server).await;
-    let answers = together(&client, (0..50).map(|_| claim("a", LONG))).await;
+    // Those that go straight are about others, so that it is free when they leave.
+    let straight = ["b", "c", "d", "e"].into_iter();
+    let names = straight.chain(std::iter::repeat_n("a", 46));
+    let answers = together(&client, names.map(|name| claim(name, LONG))).await;
     let granted = answers.into_iter().filter_map(|answer| answer.unwrap());
-    assert_eq!(granted.count(), 1);
+    assert_eq!(granted.count(), 4 + 1);
 }
 
 #[tokio::test]
@@ -167,8 +213,27 @@ async fn tokens_rise_though_the_counter_was_lost_before_they_were_asked_for() {
     let mut raw = raw(&server).await;
     let before = granted(&client, &claim("before", LONG)).await.token();
     raw.run("DEL lock:leasehold:token").await;
-    let holds = held(together(&client, (0..20).map(|n| claim(&format!("k{n}"), LONG))).await);
+    let mut holds = held(together(&client, (0..20).map(|n| claim(&format!("k{n}"), LONG))).await);
     assert!(holds.iter().all(|hold| hold.token() > before));
+
+    // The same where what goes straight does not touch the counter.
+    let before = holds.iter().map(|hold| hold.token()).max().unwrap();
+    raw.run("DEL lock:leasehold:token").await;
+    let mut running = JoinSet::new();
+    for mut hold in holds.drain(..4) {
+        running.spawn(async move {
+            hold.renew().await.unwrap();
+            None
+        });
+    }
+    for n in 20..40 {
+        let (client, claim) = (client.clone(), claim(&format!("k{n}"), LONG));
+        running.spawn(async move { client.acquire(&claim).await.unwrap() });
+    }
+    let answers = within(SOON, "all are answered", running.join_all()).await;
+    let tokens: Vec<_> = answers.iter().flatten().map(|hold| hold.token()).collect();
+    assert_eq!(tokens.len(), 20);
+    assert!(tokens.iter().all(|token| *token > before));
 }
 
 /// The claim and what withdraws it travel in that order, however they travel.
@@ -178,7 +243,7 @@ async fn a_claim_that_is_dropped_while_it_collects_leaves_nothing() {
     let server = server([]).await;
     let client = connect(&server).await;
     let other = connect(&server).await;
-    let mut kept: Vec<_> = (0..3)
+    let mut kept: Vec<_> = (0..5)
         .map(|n| spawn(&client, claim(&format!("k{n}"), LONG)))
         .collect();
     let claim = claim("a", LONG);

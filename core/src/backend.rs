@@ -267,7 +267,12 @@ impl Default for OwnerId {
 
 impl fmt::Display for OwnerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}:{}", *HOST, std::process::id(), self.id)
+        f.write_str(&PROCESS)?;
+        f.write_str(
+            self.id
+                .hyphenated()
+                .encode_lower(&mut Uuid::encode_buffer()),
+        )
     }
 }
 
@@ -277,7 +282,8 @@ impl fmt::Debug for OwnerId {
     }
 }
 
-static HOST: LazyLock<String> = LazyLock::new(host);
+/// What the names of all owners in this process begin with; made once, since each claim carries one.
+static PROCESS: LazyLock<String> = LazyLock::new(|| format!("{}:{}:", host(), std::process::id()));
 
 #[cfg(unix)]
 fn host() -> String {
