@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod backend;
+mod call;
 mod erase;
 mod error;
 mod examine;

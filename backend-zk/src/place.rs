@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use leasehold_core::{Moment, Token, Validity};
 use tokio::sync::Notify;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tracing::warn;
 use uuid::Uuid;
 use zookeeper_client::Error as Client;
@@ -88,28 +88,18 @@ impl Place {
     ///    before. So after `sync` the list shows the node, or it will never be; then 1 again.
     pub(crate) async fn enter(&mut self, data: &str, limit: Duration) -> Answer<Vec<String>> {
         let started = Moment::now();
-        let place = self.session.options().place();
-        let folder = self.session.options().folder();
-        let path = format!("{}/{}", self.parent, self.own);
         loop {
             let left = limit.saturating_sub(started.elapsed());
             self.gone = false;
-            let (session, parent) = (&self.session, self.parent.as_str());
-            let known = session.knows_folder(parent);
-            let answer = session
-                .ask(left, async |client| {
-                    // Its answer does not matter: either there is a parent then, or there is none.
-                    let _made = (!known).then(|| client.create(parent, b"", &folder));
-                    let created = client.create(&path, data.as_bytes(), &place);
-                    let listed = client.list_children(parent);
-                    Ok((created.await, listed.await))
-                })
-                .await?;
+            let known = self.session.knows_folder(&self.parent);
+            let entering = self.session.enter(&self.parent, &self.own, data, known);
+            let Ok(answer) = timeout(left, entering).await else {
+                return Err(Client::Timeout);
+            };
             match answer {
-                (Ok((stat, sequence)), listed) => {
+                Ok((created, listed)) => {
                     self.session.note_folder(&self.parent, true);
-                    let sequence = sequence.into_i64();
-                    self.entered(names::numbered(&self.own, sequence), stat.czxid);
+                    self.entered(created.name, created.czxid);
                     return match listed {
                         Err(error) if error::is_unanswered(&error) => {
                             let left = limit.saturating_sub(started.elapsed());
@@ -118,13 +108,13 @@ impl Place {
                         answer => answer,
                     };
                 }
-                (Err(Client::NoNode), _) => {
+                Err(Client::NoNode) => {
                     self.session.note_folder(&self.parent, false);
                     if !known {
                         self.session.make_folder(&self.parent, left).await?;
                     }
                 }
-                (Err(error), _) if error::is_unanswered(&error) => {
+                Err(error) if error::is_unanswered(&error) => {
                     sleep(PAUSE.min(left)).await;
                     let left = limit.saturating_sub(started.elapsed());
                     let children = list(&self.session, &self.parent, left).await?;
@@ -132,7 +122,7 @@ impl Place {
                         return Ok(children);
                     }
                 }
-                (Err(error), _) => {
+                Err(error) => {
                     self.gone = true;
                     return Err(error);
                 }
@@ -221,22 +211,8 @@ impl Place {
         };
         // From here on its end is no news.
         self.session.remove(&path);
-        let client = self.session.client()?;
-        let mut answer = Err(Client::NoAuth);
-        if self.in_turn {
-            let mut both = client.new_multi_writer();
-            both.add_delete(&path, None)?;
-            both.add_set_data(
-                &self.parent,
-                record::released(&entered.name).as_bytes(),
-                None,
-            )?;
-            answer = both.commit().await.map(drop).map_err(Client::from);
-        }
-        // Somebody else made the key's node and lets us write no word there.
-        if matches!(answer, Err(Client::NoAuth)) {
-            answer = client.delete(&path, None).await;
-        }
+        let word = self.in_turn.then(|| record::released(&entered.name));
+        let answer = self.session.leave(&self.parent, &path, word).await;
         self.gone = match &answer {
             Ok(()) | Err(Client::NoNode) => true,
             Err(error) => error::is_session_over(error),
@@ -305,13 +281,8 @@ pub(crate) async fn list(session: &Session, parent: &str, limit: Duration) -> An
     let started = Moment::now();
     loop {
         let left = limit.saturating_sub(started.elapsed());
-        let listed = session.ask(left, async |client| {
-            let synced = client.sync(parent);
-            let listed = client.list_children(parent);
-            synced.await?;
-            listed.await
-        });
-        match listed.await {
+        let listed = timeout(left, session.list(parent)).await;
+        match listed.unwrap_or(Err(Client::Timeout)) {
             Err(Client::NoNode) => return Ok(Vec::new()),
             Err(error) if error::is_unanswered(&error) && error != Client::Timeout => {
                 sleep(PAUSE.min(left)).await;

@@ -13,6 +13,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 use zookeeper_client::{Client, EventType, SessionState, StateWatcher};
 
+use crate::call::{Call, Calls};
 use crate::error;
 use crate::options::ZooKeeperOptions;
 use crate::pulse::Pulse;
@@ -45,6 +46,7 @@ pub(crate) struct Session {
     nodes: Mutex<HashMap<String, Own>>,
     /// Folders that were there lately.
     folders: Mutex<HashSet<String>>,
+    calls: Calls,
     uses: AtomicU64,
 }
 
@@ -140,7 +142,7 @@ impl Session {
         let sent = Moment::now();
         show_life(&client, options).await?;
         let (from, length) = pulse.answered(sent);
-        let session = Arc::new(Self {
+        let session = Arc::new_cyclic(|session| Self {
             id: client.session_id().0,
             timeout,
             validity: Validity::new(from, length),
@@ -149,6 +151,7 @@ impl Session {
             runtime: Handle::current(),
             nodes: Mutex::default(),
             folders: Mutex::default(),
+            calls: Call::gather(session.clone()),
             uses: AtomicU64::new(0),
         });
         debug!(target: "leasehold", id = %session.name(), ?ttl, ?timeout, "session opened");
@@ -157,6 +160,15 @@ impl Session {
 
     pub(crate) fn options(&self) -> &ZooKeeperOptions {
         &self.options
+    }
+
+    pub(crate) fn shared_options(&self) -> Arc<ZooKeeperOptions> {
+        self.options.clone()
+    }
+
+    /// By which its calls on queues go.
+    pub(crate) fn calls(&self) -> &Calls {
+        &self.calls
     }
 
     /// What the servers granted.
@@ -190,7 +202,7 @@ impl Session {
         client.ok_or(zookeeper_client::Error::ClientClosed)
     }
 
-    /// Every request goes through here; it counts as failed when it is not answered within `limit`.
+    /// Requests other than calls on queues; one that is not answered within `limit` counts as failed.
     ///
     /// The client sends when its method is called and not when the answer is awaited: so requests
     /// that belong together are sent together, in this order.
@@ -419,7 +431,8 @@ async fn show_life(client: &Client, options: &ZooKeeperOptions) -> Answer<()> {
     }
 }
 
-fn own_node(client: &Client, options: &ZooKeeperOptions) -> String {
+/// The session's own node.
+pub(crate) fn own_node(client: &Client, options: &ZooKeeperOptions) -> String {
     format!("{}/{}", options.sessions(), client.session_id())
 }
 
