@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tracing::warn;
 
-use crate::endpoints::Endpoints;
+use crate::endpoints::{Channel, Endpoints};
 use crate::session::Session;
 
 /// A key that nobody wants any more: a hold that was dropped, a claim that was cancelled.
@@ -18,6 +18,8 @@ pub(crate) struct Cleaning {
     /// Kept alive by this until the key is gone.
     pub(crate) session: Arc<Session>,
     pub(crate) key: String,
+    /// All requests that named it were answered.
+    pub(crate) certain: bool,
 }
 
 /// Deletes what is handed to it, many keys in one request, and repeats until that is answered or the
@@ -58,7 +60,7 @@ impl Cleaner {
             waiting.retain(|cleaning| !cleaning.session.validity.is_ended());
             let some = waiting.len().min(MOST);
             let mut batch: Vec<Cleaning> = waiting.drain(..some).collect();
-            let outcome = self.delete(&batch).await;
+            let outcome = self.delete(&mut batch).await;
             match outcome {
                 Ok(()) => {
                     pause = Duration::ZERO;
@@ -73,8 +75,8 @@ impl Cleaner {
                 // One of them may have spoilt it for all.
                 Err(_) if batch.len() > 1 => {
                     for cleaning in batch.drain(..) {
-                        let alone = [cleaning];
-                        match self.delete(&alone).await {
+                        let mut alone = [cleaning];
+                        match self.delete(&mut alone).await {
                             Err(error) if error.is_transient() => waiting.extend(alone),
                             outcome => end(alone, outcome),
                         }
@@ -85,20 +87,25 @@ impl Cleaner {
         }
     }
 
-    async fn delete(&self, batch: &[Cleaning]) -> Result<(), Error> {
+    async fn delete(&self, batch: &mut [Cleaning]) -> Result<(), Error> {
         let Some(first) = batch.first() else {
             return Ok(());
         };
         let limit = first.session.request_limit();
-        let request = |channel: Arc<crate::endpoints::Channel>, _| {
-            let deletes = batch
-                .iter()
-                .map(|cleaning| TxnOp::delete(&*cleaning.key, None));
+        let keys: Vec<&str> = batch.iter().map(|cleaning| &*cleaning.key).collect();
+        let mut attempts = 0;
+        let request = |channel: Arc<Channel>, _| {
+            attempts += 1;
+            let deletes = keys.iter().map(|key| TxnOp::delete(*key, None));
             let txn = Txn::new().and_then(deletes.collect::<Vec<_>>());
             async move { channel.kv.clone().txn(txn).await }
         };
-        let _deleted = self.endpoints.request(limit, request).await?;
-        Ok(())
+        let outcome = self.endpoints.request(limit, request).await;
+        let certain = outcome.is_ok() && attempts == 1;
+        for cleaning in batch {
+            cleaning.certain &= certain;
+        }
+        Ok(outcome.map(drop)?)
     }
 }
 
@@ -111,6 +118,6 @@ fn end(batch: impl IntoIterator<Item = Cleaning>, outcome: Result<(), Error>) {
 
 fn done(batch: impl IntoIterator<Item = Cleaning>) {
     for cleaning in batch {
-        cleaning.session.forget(&cleaning.key);
+        cleaning.session.give_back(&cleaning.key, cleaning.certain);
     }
 }

@@ -73,6 +73,20 @@ impl Endpoints {
     pub(crate) async fn request<T, F>(
         &self,
         limit: Duration,
+        send: impl FnMut(Arc<Channel>, bool) -> F + Send,
+    ) -> Result<T, Failure>
+    where
+        T: Send,
+        F: Future<Output = Result<T, etcd_client::Error>> + Send,
+    {
+        self.request_again(limit, false, send).await
+    }
+
+    /// The same; `unanswered`: an attempt before this was sent and not answered.
+    pub(crate) async fn request_again<T, F>(
+        &self,
+        limit: Duration,
+        mut unanswered: bool,
         mut send: impl FnMut(Arc<Channel>, bool) -> F + Send,
     ) -> Result<T, Failure>
     where
@@ -80,7 +94,6 @@ impl Endpoints {
         F: Future<Output = Result<T, etcd_client::Error>> + Send,
     {
         let started = Moment::now();
-        let mut unanswered = false;
         let mut out_of_reach = 0;
         let mut pause = Duration::from_millis(10);
         loop {

@@ -8,6 +8,18 @@ use leasehold_core::{Error, ErrorKind};
 pub(crate) struct Failure {
     pub(crate) error: Error,
     pub(crate) cause: Cause,
+    /// The last answer was a refusal, whatever an earlier attempt may have done.
+    pub(crate) refused: bool,
+}
+
+impl Failure {
+    pub(crate) fn unanswered(error: Error) -> Self {
+        Self {
+            error,
+            cause: Cause::Unanswered,
+            refused: false,
+        }
+    }
 }
 
 /// Why a request failed.
@@ -43,18 +55,24 @@ pub(crate) fn map(server: &str, error: &etcd_client::Error) -> Failure {
     Failure {
         error: Error::new(kind, format!("etcd at {server}{advice} ({})", text(error))),
         cause,
+        refused: cause == Cause::Refused,
     }
 }
 
 /// The server did not answer in time.
 pub(crate) fn silent(server: &str, limit: Duration) -> Failure {
-    Failure {
-        error: Error::new(
-            ErrorKind::Unavailable,
-            format!("etcd at {server} did not answer within {limit:?}"),
-        ),
-        cause: Cause::Unanswered,
-    }
+    Failure::unanswered(Error::new(
+        ErrorKind::Unavailable,
+        format!("etcd at {server} did not answer within {limit:?}"),
+    ))
+}
+
+/// The runtime has ended with a request on the way.
+pub(crate) fn ended() -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        "the tokio runtime that carried a request to etcd has ended",
+    )
 }
 
 /// The store does not have this grant or this place (any more).
@@ -175,7 +193,7 @@ fn of_status(code: i32, text: &str) -> (Cause, ErrorKind, &'static str) {
         )
     } else if says("request timed out") || says("leader changed") || says("server stopped") {
         (Cause::Unanswered, ErrorKind::Unavailable, "")
-    } else if says("etcdserver: ") {
+    } else if says("etcdserver: ") || says("larger than max") {
         (Cause::Refused, ErrorKind::Other, "")
     } else if says("connect error") || says("dns error") || says("worker closed") {
         (Cause::NotReached, ErrorKind::Unavailable, "no connection")

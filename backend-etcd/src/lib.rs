@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod backend;
+mod call;
 mod cleaner;
 mod endpoints;
 mod error;
@@ -10,8 +11,10 @@ mod link;
 mod list;
 mod names;
 mod options;
+mod places;
 mod queue;
 mod session;
+mod together;
 mod value;
 mod watch;
 

@@ -14,6 +14,7 @@ use crate::EtcdOptions;
 use crate::cleaner::{Cleaner, Cleaning, DeadWithIt};
 use crate::endpoints::Endpoints;
 use crate::session::Session;
+use crate::together::Together;
 use crate::watch::Watches;
 
 /// What a client has on one runtime: connections, watches, sessions, and the tasks behind them.
@@ -22,6 +23,7 @@ use crate::watch::Watches;
 pub(crate) struct Link {
     pub(crate) runtime: Handle,
     pub(crate) endpoints: Arc<Endpoints>,
+    pub(crate) together: Arc<Together>,
     pub(crate) watches: Watches,
     pub(crate) sessions: Sessions,
     cleaner: mpsc::UnboundedSender<Cleaning>,
@@ -48,6 +50,7 @@ impl Link {
         drop(tokio::spawn(task.run(DeadWithIt(dead.clone()))));
         Arc::new(Self {
             runtime: Handle::current(),
+            together: Arc::new(Together::start(endpoints.clone())),
             watches: Watches::start(endpoints.clone()),
             endpoints,
             sessions: Sessions::default(),

@@ -1,5 +1,4 @@
 use leasehold_core::Key;
-use uuid::Uuid;
 
 /// The folder of a lock: what the keys of all who hold it or wait for it begin with, as in
 /// `locks/order:42/`.
@@ -44,9 +43,18 @@ pub(crate) fn key(prefix: &str, folder: &[u8]) -> Option<Key> {
     (self::folder(prefix, &key) == written).then_some(key)
 }
 
-/// A claim's own key in the folder. Many claims share a lease, so the lease alone does not name one.
-pub(crate) fn place(folder: &str, lease: i64, claim: Uuid) -> String {
-    format!("{folder}{lease:x}-{}", claim.simple())
+/// A claim's own key in the folder. Many claims share a lease, so the lease alone does not name one; what
+/// `round` and `number` are is told at [`Places`](crate::places::Places).
+pub(crate) fn place(folder: &str, lease: i64, round: u64, number: u32) -> String {
+    format!("{folder}{lease:x}-{round}-{number}")
+}
+
+/// Folder, round and number of such a key.
+pub(crate) fn parts(place: &str) -> Option<(&str, u64, u32)> {
+    let (folder, name) = place.split_at(place.rfind('/')? + 1);
+    let mut parts = name.split('-').skip(1);
+    let (round, number) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    parts.next().is_none().then_some((folder, round, number))
 }
 
 #[cfg(test)]
@@ -94,7 +102,8 @@ mod tests {
             prop_assert!(!written.contains('/'), "{written}");
             let read = key("locks/", folder.as_bytes()).unwrap();
             prop_assert_eq!(read.as_str(), name);
-            let place = place(&folder, 1, Uuid::nil());
+            let place = place(&folder, -1, 2, 3);
+            prop_assert_eq!(parts(&place), Some((&*folder, 2, 3)));
             prop_assert_eq!(folder_of("locks/", place.as_bytes()), Some(folder.as_bytes()));
         }
     }
@@ -120,7 +129,8 @@ mod tests {
 
     #[test]
     fn a_place_begins_as_the_official_client_would_name_it() {
-        let place = place("locks/a/", 0x7587, Uuid::nil());
-        assert_eq!(place, "locks/a/7587-00000000000000000000000000000000");
+        let place = place("locks/a/", 0x7587, 0, 2);
+        assert_eq!(place, "locks/a/7587-0-2");
+        assert_eq!(parts("locks/a/7587"), None);
     }
 }

@@ -5,20 +5,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use etcd_client::{
-    Compare, CompareOp, GetOptions, GetResponse, PutOptions, SortOrder, SortTarget, Txn, TxnOp,
-    TxnOpResponse, TxnResponse,
-};
+use etcd_client::{Compare, CompareOp, GetOptions, GetResponse, Txn};
 use leasehold_core::{Claim, ErrorKind, Moment, Result, Token};
 use tokio::time::sleep;
 
+use crate::call::{self, Call, Said};
 use crate::cleaner::Cleaning;
 use crate::endpoints::Channel;
 use crate::error::{self, Cause, Failure};
 use crate::hold::EtcdHold;
 use crate::link::Link;
+use crate::names;
 use crate::session::{Session, after};
-use crate::{names, value};
+use crate::together::Reply;
 
 /// The queue for a lock, as in etcd's own Go client (`concurrency.Mutex`): everyone who holds the lock
 /// or waits for it has a key in its folder, and whose key was created first has the lock. The revision
@@ -34,8 +33,9 @@ use crate::{names, value};
 /// 3. *Look*, one transaction: if our key still has the revision that created it, get the newest key
 ///    that is older. None: we have the lock. One: wait for that one (ours was not the next after the
 ///    one that left). Our own key gone: lost, its lease was revoked or somebody deleted it.
-/// 4. *Leave*: delete our key. Each claim has a key of its own, so that a deletion that arrives late
-///    can hit no other grant.
+/// 4. *Leave*: delete our key. Each claim has a key of its own, whose name is used again only when no
+///    request with it is on the way any more, so that a deletion that arrives late can hit no other grant
+///    ([`Places`](crate::places::Places)).
 ///
 /// What is dropped on the way leaves too, in the background: a transaction under way is heard to its
 /// end first, for a deletion that overtook it would leave the key behind.
@@ -43,8 +43,7 @@ use crate::{names, value};
 /// A waiter whose lease runs out because nothing gets through enters again under another one, as soon
 /// as that is possible. One whose lease was revoked fails.
 ///
-/// Two claims on one folder must never share a transaction, for its comparisons are judged before it
-/// writes anything: both would be granted.
+/// Entering and leaving travel [together](crate::together) with those of other locks.
 pub(crate) async fn acquire(
     link: &Arc<Link>,
     prefix: &str,
@@ -164,13 +163,16 @@ pub(crate) struct Place {
     pub(crate) session: Arc<Session>,
     pub(crate) key: String,
     folder: String,
+    waits: bool,
     request_limit: Duration,
     /// The request that puts the key. Nobody locks it; the mutex only makes it `Sync`.
     entering: Mutex<Option<Entering>>,
+    /// Every request that put or deleted the key was answered.
+    certain: bool,
     done: bool,
 }
 
-type Entering = Pin<Box<dyn Future<Output = (Result<Entered, Failure>, bool)> + Send>>;
+type Entering = Pin<Box<dyn Future<Output = Reply> + Send>>;
 
 /// What came of entering.
 #[derive(Debug)]
@@ -184,11 +186,13 @@ enum Entered {
 impl Place {
     fn new(session: Arc<Session>, folder: &str, claim: &Claim) -> Self {
         Self {
-            key: names::place(folder, session.lease, claim.id),
+            key: session.take(folder),
             folder: folder.to_owned(),
             session,
+            waits: claim.wait != Some(Duration::ZERO),
             request_limit: claim.request_limit,
             entering: Mutex::new(None),
+            certain: true,
             done: false,
         }
     }
@@ -196,7 +200,7 @@ impl Place {
     /// The key is known to be gone.
     pub(crate) fn done(&mut self) {
         self.done = true;
-        self.session.forget(&self.key);
+        self.session.give_back(&self.key, self.certain);
     }
 
     /// Whether our key is still the one of the grant with this token.
@@ -216,16 +220,21 @@ impl Place {
 
     /// Step 4. False: the key was not there.
     pub(crate) async fn leave(&mut self) -> Result<bool> {
-        let request = |channel: Arc<Channel>, again: bool| {
-            let key = self.key.clone();
-            async move {
-                let answer = channel.kv.clone().delete(key, None).await?;
-                // An attempt whose answer was lost may have done it.
-                Ok(answer.deleted() > 0 || again)
+        if self.done {
+            // The name may be another claim's by now.
+            return Ok(false);
+        }
+        let call = Call::leave(&self.folder, &self.key, self.request_limit);
+        let certain = std::mem::replace(&mut self.certain, false);
+        let reply = self.session.link.together.send(call).await;
+        self.certain = certain && reply.certain;
+        let there = match reply.said? {
+            // An attempt whose answer was lost may have done it.
+            Said::Left(deleted) => deleted > 0 || reply.unanswered,
+            Said::Entered { .. } => {
+                return Err(error::unexpected("a claim in place of a deletion"));
             }
         };
-        let endpoints = &self.session.link.endpoints;
-        let there = endpoints.request(self.request_limit, request).await?;
         self.done();
         Ok(there && !self.session.validity.is_ended())
     }
@@ -238,72 +247,23 @@ impl Place {
 
     /// Step 1.
     async fn enter(&mut self, claim: &Claim) -> Result<Standing, Failure> {
-        self.session.expect(&self.key);
-        let request = self.send_enter(claim);
-        *self.entering() = Some(request);
-        let (entered, repeated) = poll_fn(|cx| match self.entering() {
+        let together = self.session.link.together.clone();
+        let call = Call::enter(&self.folder, &self.key, self.session.lease, claim);
+        *self.entering() = Some(Box::pin(async move { together.send(call).await }));
+        let reply = poll_fn(|cx| match self.entering() {
             Some(entering) => entering.as_mut().poll(cx),
             None => Poll::Pending,
         })
         .await;
         *self.entering() = None;
-        if repeated {
+        self.certain = reply.certain;
+        if reply.unanswered {
             self.session.retire();
         }
-        match entered? {
+        match entered(&self.key, reply, self.waits)? {
             Entered::At(standing) => Ok(standing),
             Entered::Somewhere(ours) => self.look(ours).await,
         }
-    }
-
-    /// The transaction, repeated until it is answered; and whether it had to be.
-    fn send_enter(&self, claim: &Claim) -> Entering {
-        let endpoints = self.session.link.endpoints.clone();
-        let (folder, key, lease) = (self.folder.clone(), self.key.clone(), self.session.lease);
-        let limit = self.request_limit;
-        let waits = claim.wait != Some(Duration::ZERO);
-        let (granted, queued) = (value::of(claim, true), value::of(claim, false));
-        Box::pin(async move {
-            let mut repeated = false;
-            let request = |channel: Arc<Channel>, again: bool| {
-                repeated |= again;
-                let put = |value: &str| {
-                    let options = PutOptions::new().with_lease(lease);
-                    TxnOp::put(&*key, value, Some(options))
-                };
-                let ask = if again {
-                    TxnOp::get(&*key, Some(GetOptions::new().with_keys_only()))
-                } else {
-                    newest(&folder, 2, None)
-                };
-                let queue = match (waits, again) {
-                    (true, _) => vec![put(&queued), ask],
-                    (false, true) => vec![ask],
-                    (false, false) => vec![],
-                };
-                let empty = Compare::create_revision(&*folder, CompareOp::Equal, 0).with_prefix();
-                let txn = Txn::new()
-                    .when([empty])
-                    .and_then([put(&granted)])
-                    .or_else(queue);
-                let key = key.clone();
-                async move {
-                    let answer = channel.kv.clone().txn(txn).await?;
-                    Ok(entered(&key, &answer, waits, again))
-                }
-            };
-            let entered = endpoints.request(limit, request).await;
-            let entered = entered.and_then(|entered| {
-                entered.map_err(|error| Failure {
-                    error,
-                    cause: Cause::Unanswered,
-                })
-            });
-            if let Err(failure) = &entered {
-                repeated |= failure.cause == Cause::Unanswered;
-            }
-            (entered, repeated)
-        })
     }
 
     /// Steps 2 and 3, until a look is answered; a store that does not answer is asked again.
@@ -332,19 +292,17 @@ impl Place {
     async fn look(&self, ours: i64) -> Result<Standing, Failure> {
         let request = |channel: Arc<Channel>, _| {
             let still_ours = Compare::create_revision(&*self.key, CompareOp::Equal, ours);
-            let older = newest(&self.folder, 1, Some(ours - 1));
+            let older = call::newest(&self.folder, 1, Some(ours - 1));
             let txn = Txn::new().when([still_ours]).and_then([older]);
             async move { channel.kv.clone().txn(txn).await }
         };
         let endpoints = &self.session.link.endpoints;
         let answer = endpoints.request(self.request_limit, request).await?;
         if !answer.succeeded() {
-            return Err(Failure {
-                error: error::lost(&self.key),
-                cause: Cause::Unanswered,
-            });
+            return Err(Failure::unanswered(error::lost(&self.key)));
         }
-        match got(&answer).and_then(|older| ahead(&older, &answer, ours)) {
+        let revision = call::revision(&answer);
+        match call::got(&answer).and_then(|older| ahead(&older, revision, ours)) {
             Some(ahead) => Ok(Standing::Behind(ahead)),
             None => Ok(Standing::Granted(token_of(ours))),
         }
@@ -356,22 +314,26 @@ impl Drop for Place {
         if self.done {
             return;
         }
-        let cleaning = Cleaning {
+        let mut cleaning = Cleaning {
             session: self.session.clone(),
             key: self.key.clone(),
+            certain: self.certain,
         };
         let Some(entering) = self.entering().take() else {
             self.session.link.clean(cleaning);
             return;
         };
-        let link = self.session.link.clone();
+        let (link, waits) = (self.session.link.clone(), self.waits);
         self.session.link.spawn(Box::pin(async move {
-            let (entered, repeated) = entering.await;
-            if repeated {
+            let reply = entering.await;
+            cleaning.certain = reply.certain;
+            if reply.unanswered {
                 cleaning.session.retire();
             }
-            match entered {
-                Ok(Entered::At(Standing::Busy)) => cleaning.session.forget(&cleaning.key),
+            match entered(&cleaning.key, reply, waits) {
+                Ok(Entered::At(Standing::Busy)) => {
+                    cleaning.session.give_back(&cleaning.key, cleaning.certain);
+                }
                 _ => link.clean(cleaning),
             }
         }));
@@ -386,60 +348,48 @@ impl fmt::Debug for Place {
     }
 }
 
-/// The newest keys of a folder, those created by `until` at the latest.
-fn newest(folder: &str, count: i64, until: Option<i64>) -> TxnOp {
-    let mut options = GetOptions::new()
-        .with_prefix()
-        .with_keys_only()
-        .with_sort(SortTarget::Create, SortOrder::Descend)
-        .with_limit(count);
-    if let Some(until) = until {
-        options = options.with_max_create_revision(until);
-    }
-    TxnOp::get(folder, Some(options))
-}
-
 /// Reads the answer of step 1.
-fn entered(key: &str, answer: &TxnResponse, waits: bool, again: bool) -> Result<Entered> {
-    let revision = answer
-        .header()
-        .map_or(0, etcd_client::ResponseHeader::revision);
-    if answer.succeeded() {
+fn entered(key: &str, reply: Reply, waits: bool) -> Result<Entered, Failure> {
+    let again = reply.unanswered;
+    let Said::Entered {
+        revision,
+        put,
+        newest,
+    } = reply.said?
+    else {
+        return Err(unexpected("a deletion in place of a claim"));
+    };
+    if put {
         return Ok(Entered::At(Standing::Granted(token_of(revision))));
     }
     if !waits && !again {
         return Ok(Entered::At(Standing::Busy));
     }
-    let got = got(answer).ok_or_else(|| error::unexpected("a transaction without its keys"))?;
-    let ours = got.kvs().iter().find(|kv| kv.key() == key.as_bytes());
+    let newest = newest.ok_or_else(|| unexpected("a transaction without its keys"))?;
+    let ours = newest.kvs().iter().find(|kv| kv.key() == key.as_bytes());
     match ours.map(etcd_client::KeyValue::create_revision) {
         Some(ours) if again => Ok(Entered::Somewhere(ours)),
-        Some(ours) => match ahead(&got, answer, ours) {
+        Some(ours) => match ahead(&newest, revision, ours) {
             Some(ahead) => Ok(Entered::At(Standing::Behind(ahead))),
             None => Ok(Entered::At(Standing::Granted(token_of(ours)))),
         },
-        None if waits => Err(error::unexpected("a transaction that did not put its key")),
+        None if waits => Err(unexpected("a transaction that did not put its key")),
         None => Ok(Entered::At(Standing::Busy)),
     }
 }
 
-fn ahead(got: &GetResponse, answer: &TxnResponse, ours: i64) -> Option<Ahead> {
-    let before = got.kvs().iter().find(|kv| kv.create_revision() < ours)?;
-    Some(Ahead {
-        key: before.key().to_vec(),
-        revision: answer.header()?.revision(),
-        ours,
-    })
+fn unexpected(what: &str) -> Failure {
+    Failure::unanswered(error::unexpected(what))
 }
 
-fn got(answer: &TxnResponse) -> Option<GetResponse> {
-    answer
-        .op_responses()
-        .into_iter()
-        .find_map(|answer| match answer {
-            TxnOpResponse::Get(got) => Some(got),
-            _ => None,
-        })
+fn ahead(newest: &GetResponse, revision: i64, ours: i64) -> Option<Ahead> {
+    let mut keys = newest.kvs().iter();
+    let before = keys.find(|kv| kv.create_revision() < ours)?;
+    Some(Ahead {
+        key: before.key().to_vec(),
+        revision,
+        ours,
+    })
 }
 
 fn token_of(revision: i64) -> Token {

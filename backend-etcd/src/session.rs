@@ -1,4 +1,4 @@
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::future::pending;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +15,7 @@ use crate::cleaner::Cleaning;
 use crate::endpoints::{Channel, Endpoints};
 use crate::error;
 use crate::link::Link;
+use crate::places::Places;
 
 /// A lease at the server, shared by the claims of one ttl, and what stands under it.
 ///
@@ -41,7 +42,7 @@ pub(crate) struct Session {
     pub(crate) ttl: Duration,
     pub(crate) validity: Validity,
     pub(crate) link: Arc<Link>,
-    keys: Mutex<HashMap<String, Option<Validity>>>,
+    places: Mutex<Places>,
     retired: AtomicBool,
     /// The server said that the lease is gone.
     gone: Arc<AtomicBool>,
@@ -84,7 +85,7 @@ impl Session {
             ttl,
             validity: Validity::new(sent, term),
             link: link.clone(),
-            keys: Mutex::default(),
+            places: Mutex::new(Places::new(granted.id())),
             retired: AtomicBool::new(false),
             gone: Arc::default(),
             orders,
@@ -117,7 +118,7 @@ impl Session {
         const MOST_KEYS: usize = 1_000;
         !self.retired.load(Ordering::Relaxed)
             && !self.validity.is_ended()
-            && self.keys().len() < MOST_KEYS
+            && self.places().len() < MOST_KEYS
     }
 
     /// The server says that the lease is gone.
@@ -138,22 +139,22 @@ impl Session {
         }
     }
 
-    /// A claim in this session is about to put `key`.
-    pub(crate) fn expect(&self, key: &str) {
-        self.keys().insert(key.to_owned(), None);
+    /// The key that a claim in this session is about to put.
+    pub(crate) fn take(&self, folder: &str) -> String {
+        self.places().take(folder)
     }
 
     /// `key` has the lock: the validity of the hold.
     pub(crate) fn hold(&self, key: &str) -> Validity {
         let validity = self.validity.child();
-        self.keys().insert(key.to_owned(), Some(validity.clone()));
+        self.places().hold(key, validity.clone());
         validity
     }
 
-    /// `key` is not there any more, or was never put.
-    pub(crate) fn forget(&self, key: &str) {
-        let gone = self.keys().remove(key);
-        drop(gone);
+    /// `key` is not there any more, or was never put; `certain`: all requests that named it were answered.
+    pub(crate) fn give_back(&self, key: &str, certain: bool) {
+        let held = self.places().give_back(key, certain);
+        drop(held);
     }
 
     /// Nothing is to be kept alive any more; with `beat`, once more before that.
@@ -180,14 +181,7 @@ impl Session {
     }
 
     async fn roll_call(self: &Arc<Self>) -> Result<()> {
-        let held: Vec<(String, Validity)> = {
-            let keys = self.keys();
-            let held = keys
-                .iter()
-                .filter_map(|(key, held)| Some((key, held.as_ref()?)));
-            held.map(|(key, held)| (key.clone(), held.clone()))
-                .collect()
-        };
+        let held = self.places().held();
         if held.is_empty() && !self.retired.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -212,7 +206,7 @@ impl Session {
                 async move { channel.kv.clone().get(key, None).await }
             };
             let there = self.link.endpoints.request(limit, request).await?;
-            if there.kvs().is_empty() && self.keys().contains_key(&key) {
+            if there.kvs().is_empty() && self.places().contains(&key) {
                 debug!(target: "leasehold", %key, "taken away");
                 validity.end();
             }
@@ -221,19 +215,20 @@ impl Session {
             let Ok(key) = std::str::from_utf8(key) else {
                 continue;
             };
-            if !self.keys().contains_key(key) {
+            if self.places().is_orphan(key) {
                 debug!(target: "leasehold", %key, "a claim that nobody has was carried out late: deleted");
                 self.link.clean(Cleaning {
                     session: self.clone(),
                     key: key.to_owned(),
+                    certain: false,
                 });
             }
         }
         Ok(())
     }
 
-    fn keys(&self) -> MutexGuard<'_, HashMap<String, Option<Validity>>> {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    fn places(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

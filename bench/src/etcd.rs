@@ -18,7 +18,7 @@ pub fn run(plan: Plan) {
     runtime().block_on(async {
         let server = EtcdCluster::start(1, [""; 0]).await.expect("etcd starts");
         let endpoint = server.endpoint(0);
-        for tasks in [1, 64] {
+        for tasks in [1, 16, 64, 256] {
             let case = format!("etcd, free lock, {tasks} tasks");
             plan.compare(
                 &case,

@@ -34,7 +34,7 @@ enum What {
     Core,
     /// Redis: free locks with 1, 64 and 256 tasks, and one key with 16 clients.
     Redis,
-    /// etcd: free locks with 1 and 64 tasks, and one key with 16 clients.
+    /// etcd: free locks with 1, 16, 64 and 256 tasks, and one key with 16 clients.
     Etcd,
     /// ZooKeeper: free locks with 1 and 64 tasks.
     Zk,

@@ -33,7 +33,7 @@ pub(crate) const TESTS: &[Test] = &[
 
 /// Users `root` and `shop`, each with the name and `-secret` as the password; `shop` may use what
 /// begins with `shop/`. Returns root's client.
-async fn with_users(servers: &EtcdCluster) -> anyhow::Result<Client> {
+pub(crate) async fn with_users(servers: &EtcdCluster) -> anyhow::Result<Client> {
     let endpoint = servers.endpoint(0);
     let mut client = Client::connect([&endpoint], None).await?;
     for user in ["root", "shop"] {
@@ -52,7 +52,7 @@ async fn with_users(servers: &EtcdCluster) -> anyhow::Result<Client> {
     Ok(Client::connect([&endpoint], Some(root)).await?)
 }
 
-fn as_shop(endpoints: &str) -> anyhow::Result<EtcdOptions> {
+pub(crate) fn as_shop(endpoints: &str) -> anyhow::Result<EtcdOptions> {
     Ok(options(endpoints)?
         .with_user("shop", "shop-secret")
         .with_prefix("shop/"))

@@ -6,9 +6,10 @@ use anyhow::{Context as _, ensure};
 use etcd_client::{AlarmAction, AlarmOptions, AlarmType, MemberAddOptions};
 use leasehold_conformance::fixtures::etcd::EtcdCluster;
 use leasehold_core::{Backend as _, Examination, Finding, Locks, Severity};
+use leasehold_etcd::Etcd;
 
 use crate::Test;
-use crate::support::{SOON, at, etcd, raw, servers, test, within};
+use crate::support::{SOON, at, etcd, options, raw, servers, test, within};
 
 pub(crate) const TESTS: &[Test] = &[
     test!("examined: a single member is warned of", single_member),
@@ -33,7 +34,8 @@ pub(crate) const TESTS: &[Test] = &[
 const STEP: Duration = Duration::from_millis(50);
 
 async fn examined(endpoints: &str) -> anyhow::Result<(Examination, u32)> {
-    let etcd = at(endpoints).await?;
+    // Where the leader was killed, another is elected first.
+    let etcd = Etcd::connect_with(options(endpoints)?.with_connect_timeout(SOON)).await?;
     let losses = etcd.guarantees().node_losses;
     Ok((Locks::new(etcd).examine().await?, losses))
 }

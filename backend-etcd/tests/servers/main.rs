@@ -8,6 +8,7 @@ mod examine;
 mod list;
 mod queue;
 mod support;
+mod together;
 
 use std::pin::Pin;
 use std::process::ExitCode;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         queue::TESTS,
         examine::TESTS,
         list::TESTS,
+        together::TESTS,
     ]
     .concat();
     let trials = tests.into_iter().map(trial).collect();

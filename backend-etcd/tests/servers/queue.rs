@@ -1,6 +1,9 @@
 //! Leases, revisions and requests of one server.
 
+use std::collections::HashSet;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
@@ -36,6 +39,11 @@ pub(crate) const TESTS: &[Test] = &[
         carried_out_late
     ),
     test!("a key under our lease that nobody has is deleted", orphan),
+    test!("a lock that comes and goes has few names", few_names),
+    test!(
+        "a deletion that arrives late hits no other claim",
+        deleted_late
+    ),
     test!(
         "tokens rise through losses and a restart, and nothing is left",
         a_thousand_cycles
@@ -264,7 +272,10 @@ async fn carried_out_late() -> anyhow::Result<()> {
         Proxy::start(&servers.endpoint(0)).await?,
         servers.endpoint(0),
     );
-    let locks = Locks::new(at(&format!("{},{other}", proxy.address())).await?).with_ttl(ttl);
+    // A quarter of a request's time is for the other way.
+    let locks = Locks::new(at(&format!("{},{other}", proxy.address())).await?)
+        .with_request_limit(SOON / 4)
+        .with_ttl(ttl);
     // A hold keeps the first lease alive.
     let first = locks.lock("first").await?;
     let lease = newest_lease(&client, "locks/first/").await?;
@@ -320,6 +331,75 @@ async fn orphan() -> anyhow::Result<()> {
     let late = within(SOON, "it is deleted", locks.lock("late")).await??;
     ensure!(guard.is_held() && late.is_held());
     Ok(())
+}
+
+/// The name of the only key below a prefix.
+async fn name_below(client: &etcd_client::Client, prefix: &str) -> anyhow::Result<String> {
+    let mut keys = below(client, prefix).await?;
+    let key = keys.pop().context("there is a key")?;
+    ensure!(keys.is_empty(), "there is one");
+    Ok(key.key_str()?.to_owned())
+}
+
+async fn few_names() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    let client = raw(&servers.endpoint(0)).await?;
+    let locks = locks(&servers, LONG).await?;
+    let impatient = locks.with_wait(Duration::from_millis(20));
+    let mut names = Vec::new();
+    for _ in 0..10 {
+        let guard = locks.lock("k").await?;
+        names.push(name_below(&client, "locks/k/").await?);
+        ensure!(locks.try_lock("k").await?.is_none());
+        let error = impatient.lock("k").await.err().context("it is held")?;
+        ensure!(error.kind() == ErrorKind::Timeout, "{error:?}");
+        // It leaves in the background.
+        until_below(&client, "locks/k/", 1).await?;
+        guard.release().await?;
+        drop(locks.lock("k").await?);
+        until_below(&client, "locks/k/", 0).await?;
+    }
+    // Up to three claims at one time, or two of which one has just been deleted.
+    names.sort();
+    names.dedup();
+    let few = |name: &String| ["-0-0", "-0-1", "-0-2"].iter().any(|it| name.ends_with(it));
+    ensure!(names.iter().all(few), "{names:?}");
+    Ok(())
+}
+
+async fn deleted_late() -> anyhow::Result<()> {
+    let servers = servers(1).await?;
+    let client = raw(&servers.endpoint(0)).await?;
+    let (proxy, other_way) = (
+        Proxy::start(&servers.endpoint(0)).await?,
+        servers.endpoint(0),
+    );
+    let etcd = at(&format!("{},{other_way}", proxy.address())).await?;
+    let mut claim = claim("k", LONG)?;
+    claim.request_limit = Duration::from_secs(4);
+    let acquire = async || -> anyhow::Result<Box<dyn Hold>> {
+        let hold = within(SOON, "an answer", etcd.acquire(&claim)).await??;
+        hold.context("it is free")
+    };
+    let mut hold = acquire().await?;
+    let mut names = vec![name_below(&client, "locks/k/").await?];
+    // The deletion stays on the way; it is repeated by the other way.
+    proxy.set(Flow::Hold);
+    within(SOON, "the other way", hold.release()).await??;
+    let mut hold = acquire().await?;
+    names.push(name_below(&client, "locks/k/").await?);
+    proxy.set(Flow::Pass);
+
+    // One that is dropped when it was sent is repeated too.
+    let once = poll_fn(|cx| Poll::Ready(hold.release().as_mut().poll(cx).is_pending()));
+    ensure!(once.await, "it takes a request");
+    // The dropped one may have done it.
+    let _outcome = hold.release().await;
+    let mut hold = acquire().await?;
+    names.push(name_below(&client, "locks/k/").await?);
+    let distinct: HashSet<&String> = names.iter().collect();
+    ensure!(distinct.len() == names.len(), "{names:?}");
+    Ok(hold.release().await?)
 }
 
 async fn a_thousand_cycles() -> anyhow::Result<()> {
