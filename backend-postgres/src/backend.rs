@@ -39,7 +39,8 @@ impl Postgres {
     /// Connects to the server at `url`; see [`PostgresOptions::new`] for its form.
     ///
     /// # Errors
-    /// As [`connect_with`](Self::connect_with), and [`ErrorKind::Invalid`] for a malformed URL.
+    /// As [`connect_with`](Self::connect_with), and [`Invalid`](leasehold_core::ErrorKind::Invalid)
+    /// for a malformed URL.
     ///
     /// # Cancel safety
     /// If dropped, nothing is left but perhaps the sequence.
@@ -50,12 +51,12 @@ impl Postgres {
     /// Connects to a server and finds out whether it can hold locks for us.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unavailable`] if the server does not answer in time.
-    /// - [`ErrorKind::Unsupported`] if it is older than 14 or a standby, if a pooler changes the
-    ///   session between statements, or if tokens would not rise.
-    /// - [`ErrorKind::Invalid`] for impossible options, or a database that is not there.
-    /// - [`ErrorKind::Other`] if signing in fails or a right is missing; the message has the SQL that
-    ///   gives it.
+    /// Of the [kind](leasehold_core::ErrorKind)
+    /// - `Unavailable` if the server does not answer in time.
+    /// - `Unsupported` if it is older than 14 or a standby, if a pooler changes the session between
+    ///   statements, or if tokens would not rise.
+    /// - `Invalid` for impossible options, or a database that is not there.
+    /// - `Other` if signing in fails or a right is missing; the message has the SQL that gives it.
     ///
     /// # Cancel safety
     /// If dropped, nothing is left but perhaps the sequence.
