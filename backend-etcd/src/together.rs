@@ -1,10 +1,9 @@
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Waker};
 use std::time::Duration;
 
 use etcd_client::{Txn, TxnOp, TxnResponse};
-use leasehold_core::{Batch, Gather, Way};
+use leasehold_core::{Batch, Gather, Way, poll_once};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
 use crate::call::{self, Call, Said};
@@ -89,12 +88,7 @@ async fn carrier(
 ) {
     while let Some(batch) = batches.recv().await {
         let mut carried = Box::pin(carry(endpoints.clone(), batch, false));
-        // Unconstrained: a task that has used up its budget would see it pending unsent.
-        let once = pin!(tokio::task::unconstrained(carried.as_mut()));
-        if once
-            .poll(&mut Context::from_waker(Waker::noop()))
-            .is_pending()
-        {
+        if poll_once(&Handle::current(), carried.as_mut()).is_pending() {
             drop(tokio::spawn(carried));
         }
     }

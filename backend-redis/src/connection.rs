@@ -1,7 +1,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use leasehold_core::{Batch, Error, ErrorKind, Gather, Moment, Result, Way};
+use leasehold_core::{Batch, Error, ErrorKind, Gather, Moment, Result, Way, poll_once};
 use redis::aio::{ConnectionLike as _, MultiplexedConnection};
 use redis::{
     Cmd, Pipeline, PushInfo, PushKind, RedisError, RedisResult, Script, ServerErrorKind, Value,
@@ -10,7 +10,6 @@ use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use tracing::{info, warn};
 
-use crate::at_once::poll_once;
 use crate::client::Client;
 use crate::error;
 use crate::request::{Call, Calls, Request, Sender};

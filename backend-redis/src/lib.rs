@@ -1,6 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-mod at_once;
 mod backend;
 mod client;
 mod cluster;

@@ -2,13 +2,12 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use leasehold_core::{Error, Holder, Moment, Result};
+use leasehold_core::{Error, Holder, Moment, Result, poll_once};
 use redis::{Cmd, RedisError, RedisResult, Script, Value};
 use tokio::time::{sleep, timeout};
 use tracing::debug;
 use uuid::Uuid;
 
-use crate::at_once::poll_once;
 use crate::client::{Client, Shared};
 use crate::cluster::{Cluster, Node};
 use crate::connection::Connection;

@@ -1,7 +1,6 @@
 use std::sync::{Arc, Weak};
-use std::task::{Context, Waker};
 
-use leasehold_core::{Batch, Gather, Way};
+use leasehold_core::{Batch, Gather, Way, poll_once};
 use zookeeper_client::{Client, Error, MultiWriteResult};
 
 use crate::error;
@@ -222,12 +221,10 @@ fn hand_on(session: &Session, batch: Batch<Arc<Call>, Answer<Option<Reply>>>) {
         Ok(client) => client,
         Err(error) => return batch.replies.answer_all(Err(error)),
     };
+    let runtime = session.runtime();
     let mut carried = Box::pin(carry(client, session.shared_options(), batch));
-    let once = carried
-        .as_mut()
-        .poll(&mut Context::from_waker(Waker::noop()));
-    if once.is_pending() {
-        drop(session.runtime().spawn(carried));
+    if poll_once(runtime, carried.as_mut()).is_pending() {
+        drop(runtime.spawn(carried));
     }
 }
 

@@ -3,7 +3,7 @@ use std::future::poll_fn;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
+use crate::at_once::poll_once;
 use crate::keeper::{Keeper, Place};
 use crate::validity::LONGEST_SLEEP;
 use crate::{Claim, Error, ErrorKind, Hold, Key, Moment, OwnerId, Result, Token, Validity};
@@ -305,14 +306,9 @@ impl Kept {
             return;
         }
         let mut attempt: Attempt = Box::pin(self.clone().attempt());
-        if !std::thread::panicking()
-            && let Some(runtime) = self.runtime()
-            && let Ok(Poll::Ready(answer)) = catch_unwind(AssertUnwindSafe(|| {
-                let _entered = runtime.enter();
-                // Unconstrained: a task that has used up its budget would see everything pending.
-                let mut once = pin!(tokio::task::unconstrained(attempt.as_mut()));
-                once.as_mut().poll(&mut Context::from_waker(Waker::noop()))
-            }))
+        if let Some(runtime) = self.background()
+            && let Ok(Poll::Ready(answer)) =
+                catch_unwind(AssertUnwindSafe(|| poll_once(&runtime, attempt.as_mut())))
         {
             if self.settle(&answer) {
                 return;
@@ -397,7 +393,7 @@ impl Kept {
     /// Drives an attempt that was begun, and then others, until the release is answered or the lock
     /// has ended.
     async fn drive(self: Arc<Self>, begun: Attempt) -> Result<()> {
-        // Nobody waits for it: no attempt need outlive the lock, however long a request may take.
+        // No attempt need outlive the lock, however long a request may take.
         let limit = self.request_limit.min(self.ttl);
         let mut attempt = begun;
         let mut pause = self.ttl / 50;

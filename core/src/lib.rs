@@ -3,6 +3,7 @@
 //! Users start at [`Locks`]; those who bring a store start at [`Backend`]. The promises, rule by
 //! rule (C1, C2, …), stand in `CONTRACT.md`.
 
+mod at_once;
 mod backend;
 mod error;
 mod examination;
@@ -18,6 +19,7 @@ mod needs;
 mod owner;
 mod validity;
 
+pub use at_once::poll_once;
 pub use backend::{
     Backend, Claim, Consistency, Expiry, Fairness, Guarantees, Hold, Holder, OwnerId, Token,
     Tokens, Wakeup,

@@ -1,11 +1,10 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use leasehold_core::Result;
+use leasehold_core::{Result, poll_once};
 use tokio::runtime::Handle;
 
 use super::node::Reply;
-use crate::at_once::poll_once;
 
 /// A request that leaves at once and goes through whether or not anybody waits for the answer.
 ///
