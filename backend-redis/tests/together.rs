@@ -219,21 +219,14 @@ async fn tokens_rise_though_the_counter_was_lost_before_they_were_asked_for() {
     // The same where what goes straight does not touch the counter.
     let before = holds.iter().map(|hold| hold.token()).max().unwrap();
     raw.run("DEL lock:leasehold:token").await;
-    let mut running = JoinSet::new();
+    let mut straight = JoinSet::new();
     for mut hold in holds.drain(..4) {
-        running.spawn(async move {
-            hold.renew().await.unwrap();
-            None
-        });
+        straight.spawn(async move { hold.renew().await.unwrap() });
     }
-    for n in 20..40 {
-        let (client, claim) = (client.clone(), claim(&format!("k{n}"), LONG));
-        running.spawn(async move { client.acquire(&claim).await.unwrap() });
-    }
-    let answers = within(SOON, "all are answered", running.join_all()).await;
-    let tokens: Vec<_> = answers.iter().flatten().map(|hold| hold.token()).collect();
-    assert_eq!(tokens.len(), 20);
-    assert!(tokens.iter().all(|token| *token > before));
+    let holds = held(together(&client, (20..40).map(|n| claim(&format!("k{n}"), LONG))).await);
+    within(SOON, "they are renewed", straight.join_all()).await;
+    assert_eq!(holds.len(), 20);
+    assert!(holds.iter().all(|hold| hold.token() > before));
 }
 
 /// The claim and what withdraws it travel in that order, however they travel.

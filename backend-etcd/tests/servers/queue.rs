@@ -16,7 +16,8 @@ use tokio::task::JoinSet;
 
 use crate::Test;
 use crate::support::{
-    SOON, at, below, claim, etcd, locks, options, raw, servers, test, until_below, waiting, within,
+    SOON, at, below, claim, etcd, locks, options, raw, servers, test, two_ways, until_below,
+    waiting, within,
 };
 
 const LONG: Duration = Duration::from_secs(60);
@@ -268,12 +269,9 @@ async fn carried_out_late() -> anyhow::Result<()> {
     let ttl = Duration::from_secs(6);
     let servers = servers(1).await?;
     let client = raw(&servers.endpoint(0)).await?;
-    let (proxy, other) = (
-        Proxy::start(&servers.endpoint(0)).await?,
-        servers.endpoint(0),
-    );
+    let (proxy, both) = two_ways(&servers).await?;
     // A quarter of a request's time is for the other way.
-    let locks = Locks::new(at(&format!("{},{other}", proxy.address())).await?)
+    let locks = Locks::new(at(&both).await?)
         .with_request_limit(SOON / 4)
         .with_ttl(ttl);
     // A hold keeps the first lease alive.
@@ -285,7 +283,7 @@ async fn carried_out_late() -> anyhow::Result<()> {
     until_below(&client, "locks/k/", 0).await?;
     proxy.set(Flow::Pass);
     // Whether the server still carries it out or not, within a ttl the lock is free.
-    let other = Locks::new(at(&other).await?).with_ttl(ttl);
+    let other = Locks::new(etcd(&servers).await?).with_ttl(ttl);
     let guard = within(ttl + SOON, "the late claim is undone", other.lock("k")).await??;
     guard.release().await?;
     // Whatever arrives there yet finds no lease once the last hold is gone.
@@ -370,11 +368,8 @@ async fn few_names() -> anyhow::Result<()> {
 async fn deleted_late() -> anyhow::Result<()> {
     let servers = servers(1).await?;
     let client = raw(&servers.endpoint(0)).await?;
-    let (proxy, other_way) = (
-        Proxy::start(&servers.endpoint(0)).await?,
-        servers.endpoint(0),
-    );
-    let etcd = at(&format!("{},{other_way}", proxy.address())).await?;
+    let (proxy, both) = two_ways(&servers).await?;
+    let etcd = at(&both).await?;
     let mut claim = claim("k", LONG)?;
     claim.request_limit = Duration::from_secs(4);
     let acquire = async || -> anyhow::Result<Box<dyn Hold>> {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use etcd_client::{Client, GetOptions, KeyValue};
+use leasehold_conformance::Proxy;
 use leasehold_conformance::fixtures::etcd::EtcdCluster;
 use leasehold_core::{Claim, Key, Locks};
 use leasehold_etcd::{Etcd, EtcdOptions};
@@ -35,6 +36,15 @@ pub(crate) async fn etcd(servers: &EtcdCluster) -> anyhow::Result<Etcd> {
 /// A client of the members at these endpoints, separated by commas.
 pub(crate) async fn at(endpoints: &str) -> anyhow::Result<Etcd> {
     Ok(Etcd::connect(endpoints.split(',')).await?)
+}
+
+/// Two ways to the first member, as endpoints: through a proxy, then directly. What is lost on the first
+/// is asked again by the other.
+pub(crate) async fn two_ways(servers: &EtcdCluster) -> anyhow::Result<(Proxy, String)> {
+    let direct = servers.endpoint(0);
+    let proxy = Proxy::start(&direct).await?;
+    let both = format!("{},{direct}", proxy.address());
+    Ok((proxy, both))
 }
 
 /// Options for a client of the members at these endpoints.

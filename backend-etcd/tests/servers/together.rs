@@ -15,7 +15,7 @@ use leasehold_etcd::Etcd;
 use crate::Test;
 use crate::access::{as_shop, with_users};
 use crate::support::{
-    SOON, at, below, claim, etcd, raw, servers, test, until_below, waiting, within,
+    SOON, at, below, claim, etcd, raw, servers, test, two_ways, until_below, waiting, within,
 };
 
 const LONG: Duration = Duration::from_secs(60);
@@ -325,12 +325,8 @@ async fn answer_lost() -> anyhow::Result<()> {
     const LIMIT: Duration = Duration::from_secs(12);
     let servers = servers(1).await?;
     let client = raw(&servers.endpoint(0)).await?;
-    // Two ways to the same server: what the first one loses is asked again by the other.
-    let (proxy, other_way) = (
-        Proxy::start(&servers.endpoint(0)).await?,
-        servers.endpoint(0),
-    );
-    let etcd = at(&format!("{},{other_way}", proxy.address())).await?;
+    let (proxy, both) = two_ways(&servers).await?;
+    let etcd = at(&both).await?;
     let other = self::etcd(&servers).await?;
     prepared(&etcd, LONG).await?;
     let held = etcd
